@@ -223,7 +223,7 @@ def coded_products(small: bool) -> Iterator[Bar]:
         copies = [replace(weight, codes_NC=code_NK.clone()) for _ in range(count)]  # no cache holds them all
         layers = [CodedLinear(each, None, device()) for each in copies]
         sixteen = [exact_NK.bfloat16() for _ in range(count)]
-        for rows in (1, 5, ROWS):
+        for rows in (1, 5, ROWS, 2 * ROWS, 4 * ROWS, 2048):
             x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=device())
             exact = x.double() @ exact_NK.T
             what = f"the kernel for {name}, {rows} rows"

@@ -301,25 +301,39 @@ def test_codes_are_not_for_modules_of_transformers():
 def require_kernel_for_gpus() -> None:
     """Each table, group, offset and shape with each of the others, and no rows at all.
 
+    Few rows, several, whose inputs are in parts, and many, for which weights are decoded. A row's product is
+    the same whatever rows are beside it, of as many.
+
     tests/test_triton.py runs it by the interpreter, which multiplies in 32 bits, and cuts 16 bits off where
     a GPU rounds.
     """
-    from llama_ssp.models.kernels import coded_triton
+    from llama_ssp.models.kernels import coded_triton, kernel_sizes
 
     operators("cuda")
     assert torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, "CUDA")
     coded_triton.FACTORS = coded_triton.tl.float32
+    coded_triton.MANY_ROWS, coded_triton.DECODED, kernel_sizes.LEAST_INPUTS = 80, 9000, 64
     for number, ((place, table), own) in enumerate(itertools.product(enumerate(TABLES), range(3))):
         shape, dtype = SHAPES[(place + 2 * own) % 3], (torch.float32, torch.bfloat16)[number % 2]
         weight = held(*shape, table, GROUPS[own], OFFSETS[(place + own) % 3], SCALES[place % 3])
         bias = torch.randn(shape[0], dtype=dtype) if number % 4 else None
-        for count in (5, 17) if number % 9 == 0 else (5,):
+        for count, fewer in ((5, 1), (70, 17)) if number % 9 == 0 else ((5, 1),):
             x = rows_of(count, shape[1], dtype)
             found = by_triton(x.view(1, count, -1), weight, bias)[0]
             assert found.dtype is dtype, (table, count)
             require_near(found, x, weight, bias, 2 * torch.finfo(dtype).eps)
-        assert torch.equal(by_triton(x[:1], weight, bias)[0], found[0]) or count > 16, table
+            assert torch.equal(by_triton(x[:fewer], weight, bias), found[:fewer]), (table, count)
+        require_decoded(rows_of(90, shape[1], dtype), weight, bias)
     assert by_triton(x[:0], weight, bias).shape == (0, shape[0])
+
+
+def require_decoded(x: Tensor, weight: Coded, bias: Tensor | None) -> None:
+    """The product with weights that are rounded to the type of the inputs."""
+    exact = x.double() @ wide(weight).T + (0 if bias is None else bias.double())
+    off = (by_triton(x, weight, bias).double() - exact).abs()
+    sums = x.double().abs() @ wide(weight).abs().T
+    unit = 2 * torch.finfo(x.dtype).eps
+    assert (off <= unit * exact.abs() + max(unit, weight.inputs * 2**-24) * sums).all(), weight.kind
 
 
 def by_triton(x: Tensor, weight: Coded, bias: Tensor | None) -> Any:

@@ -13,20 +13,23 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from llama_ssp.config import Dtype, ModelConf, RunConf, SamplingConfig, Splitting, Steps
 from llama_ssp.models import kept_files, programs, steps
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kernels import attention, coded, probe
 from llama_ssp.models.kernels import build as building
+from llama_ssp.models.kernels.coded import CodedLinear
+from llama_ssp.models.kernels.expert_stacks import Stack, product
+from llama_ssp.models.kernels.kernel_sizes import FEW_ROWS, MANY_ROWS, MOST_PAIRS
 from llama_ssp.models.kernels.linear import PackedLinear, operators
 from llama_ssp.models.linear import Kernels
 from llama_ssp.models.programs import quick_builds
-from llama_ssp.models.quantization import INT4, LLM_INT8, NF4
 from llama_ssp.models.steps import SteppedModel
 from llama_ssp.pair import assembly, placements, session
 from llama_ssp.pair.placements import compiles
@@ -353,15 +356,41 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_is(monkeypatch, caplog, tm
 
 @pytest.fixture(scope="module")
 def probes():
-    """What is asked of a GPU's kernels, here of a CPU's: attention, then each kind of codes."""
+    """What is asked of a GPU's kernels, here of a CPU's: attention, then each kind of codes, and experts."""
     attention.operators("cpu")
     coded.operators("cpu")
-    codes = [partial(probe.require_coded.__wrapped__, kind, CPU) for kind in (INT4, NF4, LLM_INT8)]
-    return [partial(probe.require_attention.__wrapped__, 2, 64, torch.bfloat16, CPU), *codes]
+    kinds = [*CODED_KINDS, replace(CODED_KINDS[0], experts=True)]
+    codes = [partial(probe.require_coded.__wrapped__, kind, CPU) for kind in kinds]
+    return [
+        partial(probe.require_attention.__wrapped__, 2, 64, torch.bfloat16, CPU),
+        *codes,
+        partial(probe.require_experts, torch.float32, CPU, False),
+        partial(probe.require_experts, torch.bfloat16, CPU, True),
+    ]
+
+
+# What models keep: made while loading, of files of AWQ, FP8, MXFP4 and GGUF.
+CODED_KINDS = [
+    *(kind for dtype in (Dtype.int4, Dtype.nf4, Dtype.int8) for kind in probe.kinds_of(dtype, "")),
+    *probe.kinds_of(
+        Dtype.packed,
+        "attn_output:2:4:128:3:uint4 ffn_down:2:8:128:4:e4m3 ffn_up:1:4:32:2:e2m1 "
+        "attn_q+attn_k:1:4:32:8:uint4 attn_v:1:8:16:4:int8 attn_v:1:0:0:0:",
+    ),
+]
+
+
+def in_turn(x_PK: Tensor, expert_P: Tensor, stack: Stack, bias_EN: Tensor | None) -> Tensor:
+    """Products with experts, one expert after the other: in the place of the kernels for GPUs."""
+    y_PN = x_PK.new_empty(len(expert_P), probe.OUTPUTS)
+    for expert in expert_P.unique().tolist():
+        y_PN[expert_P == expert] = product(x_PK[expert_P == expert], stack, bias_EN, expert, probe.OUTPUTS)
+    return y_PN
 
 
 @pytest.mark.compiler
-def test_sound_kernels_pass_their_probe(probes):
+def test_sound_kernels_pass_their_probe(probes, monkeypatch):
+    monkeypatch.setattr(probe, "products", in_turn)
     for require in probes:
         require()
 
@@ -370,20 +399,85 @@ def test_sound_kernels_pass_their_probe(probes):
 def test_wrong_kernels_do_not_pass_their_probe(probes, monkeypatch):
     monkeypatch.setattr(probe, "attend", lambda _, query, *__: query)
     monkeypatch.setattr(probe.CodedLinear, "forward", lambda _, x: x[:, :128])
+    monkeypatch.setattr(probe, "products", lambda x, *_: x[:, :128])
     for require in probes:
         with pytest.raises(ArithmeticError, match="of the largest number"):
             require()
 
 
-def test_a_gpu_whose_kernels_fail_runs_eagerly(monkeypatch, caplog):
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of resource: shared memory, Required: 200000, Hardware limit: 101376")
+def fail(*_: object) -> None:
+    raise RuntimeError("out of resource: shared memory, Required: 200000, Hardware limit: 101376")
 
-    monkeypatch.setattr(steps, "triton_runs", lambda: True)
-    monkeypatch.setattr(steps.attention_kernel, "operators", lambda _: None)
-    monkeypatch.setattr(probe, "require_attention", fail)
-    assert not steps.has_kernels("m", Dtype.bf16, torch.device("cuda:0"), (8, 4, 64))
-    assert caplog.messages[0].startswith("engine: m runs eagerly: its kernels fail: out of resource: shared")
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("kernel", probe.CODED_ROWS)
+def test_each_kernel_for_codes_is_tried(kernel, probes, monkeypatch):
+    """A step's, that of several rows, a prompt's."""
+    forward = probe.CodedLinear.forward
+
+    def one_fails(layer: CodedLinear, x: Tensor) -> Tensor:
+        return fail() if len(x) == kernel else forward(layer, x)
+
+    monkeypatch.setattr(probe.CodedLinear, "forward", one_fails)
+    with pytest.raises(RuntimeError, match="out of resource"):
+        probes[1]()
+    rows = sorted(probe.CODED_ROWS)
+    assert rows[0] <= FEW_ROWS < rows[1] <= MANY_ROWS < rows[2]
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("experts", "are_many"), [("codes", False), ("codes", True), ("steps", False), ("prompts", True)]
+)
+def test_each_kernel_for_experts_is_tried(experts, are_many, probes, monkeypatch):
+    """For pairs that a program finds by itself, and for those that are sorted."""
+
+    def one_fails(x_PK: Tensor, expert_P: Tensor, *rest: Any) -> Tensor:
+        is_many = len(expert_P) > MOST_PAIRS
+        return fail() if is_many is are_many else in_turn(x_PK, expert_P, *rest)
+
+    monkeypatch.setattr(probe, "products", one_fails)
+    require = {"codes": probes[-3], "steps": probes[-2], "prompts": probes[-1]}[experts]
+    with pytest.raises(RuntimeError, match="out of resource"):
+        require()
+
+
+MOE = ModelConf(name="m", family="mixtral", experts=8, experts_per_token=2)
+PACKED_MOE = replace(MOE, code_mix="expert_down:2:4:128:3:uint4 expert_gate+expert_up:2:4:128:3:uint4")
+EAGER = "m runs eagerly: its kernels fail: "
+IN_TURN = "experts in steps, which are not compiled, run one after the other: their kernel fails: "
+
+
+@pytest.mark.parametrize(
+    ("fails", "dtype", "model", "line"),
+    [
+        ("require_attention", Dtype.bf16, None, EAGER),
+        ("require_coded", Dtype.int4, None, EAGER),
+        ("require_coded", Dtype.packed, PACKED_MOE, EAGER),
+        ("require_experts", Dtype.bf16, MOE, IN_TURN),
+        ("require_experts", Dtype.int8, MOE, IN_TURN),
+        ("require_coded", Dtype.bf16, MOE, ""),
+        ("require_experts", Dtype.bf16, replace(MOE, experts=0), ""),
+        ("require_experts", Dtype.packed, PACKED_MOE, ""),
+    ],
+)
+def test_a_gpu_whose_kernels_fail_runs_eagerly(fails, dtype, model, line, monkeypatch, caplog):
+    """One that this model uses; a line says so."""
+    for module in (steps, probe):
+        monkeypatch.setattr(module, "triton_runs", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(steps.coded, "available", lambda _: True)
+    for module in (steps.attention_kernel, steps.coded):
+        monkeypatch.setattr(module, "operators", lambda _: None)
+    for name in ("require_attention", "require_coded", "require_experts"):
+        monkeypatch.setattr(probe, name, fail if name == fails else lambda *_: None)
+
+    probe.experts_run.cache_clear()
+    able = steps.has_kernels("m", dtype, torch.device("cuda:0"), (8, 4, 64), model)
+    probe.experts_run.cache_clear()
+    assert able is not bool(line) and len(caplog.messages) == bool(line)
+    assert all(message.startswith(f"engine: {line}") for message in caplog.messages)
+    assert all("out of resource: shared" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("able", [(True, False), (True, True)], ids=["one is not able", "both are able"])

@@ -1,5 +1,6 @@
 """Kernels for GPUs: they compile for every generation, and the interpreter gives the reference's numbers."""
 
+import math
 import os
 import subprocess
 import sys
@@ -27,14 +28,18 @@ from llama_ssp.distributed.comm import ALONE  # noqa: E402
 from llama_ssp.models import experts  # noqa: E402
 from llama_ssp.models.attention import Places, Scores, attend_rows  # noqa: E402
 from llama_ssp.models.formats.coded import TABLES  # noqa: E402
-from llama_ssp.models.kernels import attention, attention_triton, coded_triton, experts_triton  # noqa: E402
+from llama_ssp.models.kernels import attention, attention_triton, coded_triton, experts_triton, probe  # noqa: E402
 from llama_ssp.models.kernels.build import triton_runs  # noqa: E402
 from llama_ssp.models.kernels.coded import available  # noqa: E402
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS  # noqa: E402
 from llama_ssp.models.steps import SteppedModel, has_kernels  # noqa: E402
-from tests import test_attention  # noqa: E402
+from llama_ssp.planner.activations import GPU, Forward  # noqa: E402
+from llama_ssp.planner.weights import ModelPart, RolePart, weights  # noqa: E402
+from llama_ssp.planner.workload import TARGET, Role  # noqa: E402
+from tests import plans, test_attention  # noqa: E402
 from tests.distributed.test_quantised import off  # noqa: E402
 from tests.families import decoder_of, module_of, require_same, walked  # noqa: E402
+from tests.memory_trace import LiveBytes  # noqa: E402
 from tests.test_coded_linear import held, wide  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -112,7 +117,10 @@ KERNELS = {
     "llm-int8": codes("int8", 4096, 5, FP32, bias=True),
     "fp8": codes("e4m3", 128, 5, FP32),
     "awq": codes("uint4", 128, 9, FP16, torch.uint8),
+    "awq-rows": codes("uint4", 128, 40, FP16, torch.uint8),
     "awq-prompt": codes("uint4", 128, 512, FP16, torch.uint8),
+    "llm-int8-prompt": codes("int8", 4096, 512, FP32, bias=True),
+    "q4_k-prompt": codes("uint4", 32, 512, FP32, FP32),
     "q4_k": codes("uint4", 32, 5, FP32, FP32),
     "mxfp4": codes("e2m1", 32, 5, BF16, None, True),
     "nf4-prompt": codes("nf4", 4096, 17, FP32),
@@ -142,6 +150,80 @@ KERNELS = {
 def test_kernels_compile(name: str, generation: int):
     """For 80, 86 and 89 Triton has one code generator, and 86 has the least memory; 90 and 100 take turns."""
     require_compiled(KERNELS[name], generation)
+
+
+# Outputs and inputs of the products with codes of a layer, on one of the ranks.
+LAYERS = {
+    "7B": [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)],
+    "65B over 8 ranks": [(3072, 8192), (8192, 1024), (5504, 8192), (8192, 2752)],
+    "llama3.1-8b": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
+}
+PROCESSORS = 132  # of an H100 or an H200
+
+
+def product(table: str, group: int, rows: int, outputs: int, inputs: int, **how: Any) -> Callable[[], object]:
+    """A product with codes, of no content."""
+    weight = tensor(outputs, inputs if table == "int8" else inputs // 2, dtype=torch.uint8)
+    scales = tensor(outputs, inputs // group if group else 1)
+    sizes = (outputs, group or inputs, list(TABLES).index(table))
+    x = tensor(rows, inputs, dtype=BF16)
+    return partial(coded_triton.linear_coded, x, weight, tensor(256), scales, None, None, *sizes, **how)
+
+
+def launched(start: Callable[[], object]) -> list[tuple[str, int]]:
+    """Returns the kernels that `start` launches, and how many programs each has; none is compiled."""
+    launches = []
+
+    def noted(kernel: Any, *_: Any, grid: tuple[int, ...], **__: Any) -> None:
+        launches.append((kernel.__name__, math.prod(grid)))
+
+    with patch.object(JITFunction, "run", noted):
+        start()
+    return launches
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 256])
+@pytest.mark.parametrize("kind", [("int8", 0), ("int4", 32), ("uint4", 128)])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_products_with_codes_have_a_program_for_each_processor(
+    layer: str, kind: tuple[str, int], rows: int
+) -> None:
+    for outputs, inputs in LAYERS[layer]:
+        (name, programs), *rest = launched(product(*kind, rows, outputs, inputs))
+        assert programs >= PROCESSORS, (name, outputs, inputs)
+        assert [each for each, _ in rest] in ([], ["_add"])
+
+
+def test_prompts_decode_a_weight_in_codes_once() -> None:
+    """In slices, so that little memory is needed; an output matrix, whose sums stay exact, never."""
+    small, large = product("int4", 32, 300, 4096, 4096), product("int8", 0, 2048, 28672, 4096)
+    assert [name for name, _ in launched(small)] == ["_decode"]
+    assert [name for name, _ in launched(large)] == ["_decode"] * 2
+    assert [name for name, _ in launched(product("int8", 0, 300, 512, 4096, wide=True))] == ["_multiply"]
+
+
+@pytest.mark.parametrize("kind", [(Dtype.int8, "int8", 0), (Dtype.int4, "int4", 32), (Dtype.nf4, "nf4", 64)])
+@pytest.mark.parametrize("name", ["7B", "llama3.2-1b", "tiny"])
+def test_what_products_with_codes_keep_is_planned(name: str, kind: tuple[Dtype, str, int]) -> None:
+    """Decoded numbers, and sums of parts of the inputs, beside the result."""
+    dtype, table, group = kind
+    model = plans.model(name)
+    part = ModelPart.of(model)
+    role = Role(TARGET, model, dtype)
+    own = RolePart.of(role, part, 800, compiled=True)
+    for rows in (1, 16, 17, 64, 256, 257, 700):
+        planned = Forward(own, GPU, 1, rows, 800)._dequantised()
+        kept = []
+        for weight in weights(part):
+            if weight.linear:
+                live = LiveBytes()
+                start = product(table, group, rows, weight.outputs, weight.inputs)
+                live.ignore([each for each in start.args if isinstance(each, Tensor)])
+                with live.phase():
+                    launched(start)
+                kept.append(live.peak - rows * weight.outputs * 2)
+        assert max(kept) <= planned, rows
+        assert rows < 17 or max(kept) > 0, rows
 
 
 # Heads of queries and of keys, the size of a head, scores, sinks; of each row its first slot, start, tokens.
@@ -273,6 +355,7 @@ def mixture(
 
 
 @patch.object(experts, "triton_runs", lambda: True)
+@patch.object(experts, "experts_run", lambda *_: True)
 def require_experts() -> None:
     """Experts, of more tokens that choose the same than a product has rows; weights that fill no block."""
     numbers = (1, 4, 2, 72, 40), (5, 8, 4, 64, 32), (20, 3, 2, 40, 50), (9, 32, 4, 24, 16)
@@ -282,11 +365,23 @@ def require_experts() -> None:
 
 
 @patch.object(experts, "triton_runs", lambda: True)
+@patch.object(experts, "experts_run", lambda *_: True)
 @patch.object(experts, "MOST_PAIRS", 4)
 @patch.object(experts_triton, "MOST_PAIRS", 4)
 def require_sorted_experts() -> None:
     """As in prompts: experts of several programs, of one, and of none."""
     require_mixtures([((70, 3, 2, 40, 50), None), ((5, 8, 4, 64, 32), None), ((9, 32, 4, 24, 16), None)])
+
+
+@patch.object(probe, "triton_runs", lambda: True)
+@patch.object(probe, "EXPERTS", 3)
+@patch.object(probe, "INPUTS", 72)
+@patch.object(probe, "MOST_PAIRS", 50)
+@patch.object(experts_triton, "MOST_PAIRS", 50)
+def require_probed_experts() -> None:
+    """The probe takes the kernels to be sound."""
+    for many in (False, True):
+        assert probe.experts_run.__wrapped__(FP32, torch.device("cpu"), many)
 
 
 def require_mixtures(cases: list[tuple[tuple[int, ...], Any]]) -> None:
@@ -314,6 +409,7 @@ REQUIRED = (
     require_model,
     require_experts,
     require_sorted_experts,
+    require_probed_experts,
 )
 CODES = "int4 16 1.0 64 False {}"  # of a stack: whether the kernel reads them is left open
 
@@ -334,30 +430,28 @@ def test_experts_of_a_prompt_do_not_wait_on_any_gpu(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's grouped product is a loop that waits, but on two generations of GPUs."""
-    products: list[str] = []
 
-    def noted(name: str, outputs_of: Callable[..., int]) -> Callable[..., Tensor]:
-        def product(x_PK: Tensor, *given: Any, **_: Tensor) -> Tensor:
-            products.append(name)
-            return x_PK.new_empty(600 * 2, outputs_of(*given))
+    class Chosen(Exception):
+        """Which product was taken; it ends the layer."""
 
-        return product
+    def chosen(name: str, *_: object) -> None:
+        raise Chosen(name)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(experts, "triton_runs", lambda: True)
-    by_torch = noted("torch's", lambda weight_EKN: weight_EKN.shape[2])
-    monkeypatch.setattr(experts.functional, "grouped_mm", by_torch)
-    monkeypatch.setattr(experts, "products", noted("ours", lambda _, stack, __: stack.parts[0].shape[1]))
+    monkeypatch.setattr(experts, "experts_run", lambda *_: True)
+    for function, name in (("grouped", "torch's"), ("products", "ours"), ("_one_by_one", "in turn")):
+        monkeypatch.setattr(experts, function, partial(chosen, name))
 
     up, down = stacks(BF16)
-    assert not experts.waits_for_host(BF16, up, down, 600 * 2)
-    with up.parts[0].fake_mode:
+    with up.parts[0].fake_mode:  # type: ignore[attr-defined]
         x_TH = torch.empty(600, 48, dtype=BF16, device="cuda")
         choice_TK = torch.empty(600, 2, dtype=torch.int64, device="cuda")
         weight_TK = torch.empty(600, 2, dtype=BF16, device="cuda")
         rest = ("", "", None, None, "silu", 0.0, 0.0)
-        y_TH = experts.apply_on_gpu(x_TH, weight_TK, choice_TK, up.parts, down.parts, *rest)
-    assert y_TH.shape == x_TH.shape and products == [expected] * 2
+        with pytest.raises(Chosen, match=expected):
+            experts.apply_on_gpu(x_TH, weight_TK, choice_TK, up.parts, down.parts, *rest)
+    assert not experts.waits_for_host(BF16, up, down, choice_TK.numel())
 
 
 @pytest.mark.parametrize(
@@ -379,6 +473,7 @@ def test_which_experts_wait(
     """By their format, and by how many pairs of a token and an expert there are."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(experts, "triton_runs", lambda: triton)
+    monkeypatch.setattr(experts, "experts_run", lambda *_: True)
     up, down = stacks(dtype, how)
     waits = [experts.waits_for_host(dtype, up, down, pairs) for pairs in (MOST_PAIRS, MOST_PAIRS + 1)]
     assert waits == [in_steps, in_prompts]
@@ -387,6 +482,7 @@ def test_which_experts_wait(
 def test_a_layer_says_whether_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two experts a token; its router has the numbers of its tokens."""
     monkeypatch.setattr(experts, "triton_runs", lambda: True)
+    monkeypatch.setattr(experts, "experts_run", lambda *_: True)
     parts = decoder_of(module_of("mixtral")).modules()
     layers = [part for part in parts if isinstance(part, experts.Experts)]
     assert layers and not any(layer.waits_for_host(MOST_PAIRS) for layer in layers)
@@ -424,6 +520,24 @@ def test_what_triton_cannot_compile_is_known_before_the_first_step(
     assert "install a C compiler and Python's headers (gcc, python3-dev): " in line
     for function in kept:
         function.cache_clear()
+
+
+@pytest.mark.parametrize("tokens", [3, 600])
+@torch.inference_mode()
+def test_experts_whose_kernel_fails_run_in_turn(
+    tokens: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here triton finds no GPU to start it on. Of a step, and of a prompt; the log says so, once."""
+    for module in (experts, probe):
+        monkeypatch.setattr(module, "triton_runs", lambda: True)
+    probe.experts_run.cache_clear()
+    given, layers, _ = mixture((tokens, 4, 2, 72, 40))
+    for _ in range(2):
+        assert torch.equal(experts.apply_on_gpu(*given, *layers), experts.apply(*given, *layers))
+    probe.experts_run.cache_clear()
+    (line,) = caplog.messages
+    assert line.startswith(f"engine: experts in {'prompts' if tokens > 512 else 'steps'}")
+    assert " run one after the other: their kernel fails: " in line
 
 
 @pytest.mark.parametrize(("family", "kernel"), [("llama-gqa", False), ("gemma2", True), ("gpt_oss", True)])

@@ -17,6 +17,7 @@ from torch.nn import functional
 from llama_ssp.models.kernels.build import triton_runs
 from llama_ssp.models.kernels.expert_stacks import DTYPES, NUMBERS, Stack, outputs_of, product, products
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
+from llama_ssp.models.kernels.probe import experts_run
 from llama_ssp.models.linear import Reduce
 
 ARGUMENTS = (
@@ -193,7 +194,10 @@ def waits_for_host(numbers: torch.dtype, up: Stack, down: Stack, pairs: int) -> 
         return False
     if many and not all(stack.how == NUMBERS or stack.by_kernel for stack in (up, down)):
         return True  # the weights of each pair would be decoded
-    return numbers not in DTYPES or not triton_runs()
+    if numbers not in DTYPES or not triton_runs():
+        return True
+    is_plain = up.how == NUMBERS or down.how == NUMBERS
+    return is_plain and not experts_run(numbers, up.parts[0].device, many)
 
 
 @apply.register_kernel("cuda")

@@ -113,7 +113,7 @@ def _form(model: ModelConf, dtype: Dtype, device: torch.device, fast: bool) -> L
     """
     heads = (model.n_heads, model.n_kv_heads, model.head_dim)
     kernels = Kernels.none
-    if (fast or dtype in OWN_CODES) and has_kernels(model.name, dtype, device, heads):
+    if (fast or dtype in OWN_CODES) and has_kernels(model.name, dtype, device, heads, model):
         kernels = Kernels.all if fast else Kernels.codes
     return LayerFormat(dtype=dtype, device=device, kernels=kernels, keeps_codes=dtype is Dtype.packed)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.config import Dtype
+from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.models import attention
 from llama_ssp.models.decoder import Decoder
@@ -35,7 +35,7 @@ from llama_ssp.models.kernels.build import complaint, triton_runs
 from llama_ssp.models.kv_cache import Caches, KVCache
 from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile, sizes
-from llama_ssp.models.quantization import INT4, QUANTISED
+from llama_ssp.models.quantization import QUANTISED
 from llama_ssp.models.shape import shape_of
 
 log = logging.getLogger(__name__)
@@ -274,10 +274,17 @@ def groups_of(kinds: tuple[str, ...]) -> list[slice]:
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def has_kernels(name: str, dtype: Dtype, device: torch.device, heads: tuple[int, int, int]) -> bool:
+def has_kernels(
+    name: str,
+    dtype: Dtype,
+    device: torch.device,
+    heads: tuple[int, int, int],
+    model: ModelConf | None = None,
+) -> bool:
     """Returns whether steps can be compiled here: kernels may have to be built. If not, the log says why.
 
-    `heads`: how many of queries, how many of keys, and their size. On a GPU the kernels are tried, too.
+    `heads`: how many of queries, how many of keys, and their size. On a GPU the kernels are tried, too, those
+    that `model` uses; without one, it has no experts.
     """
     on_cpu = device.type == "cpu"
     if not on_cpu and not triton_runs():
@@ -289,15 +296,21 @@ def has_kernels(name: str, dtype: Dtype, device: torch.device, heads: tuple[int,
     if in_codes:
         wanted.append(partial(coded.operators, device.type))
 
+    numbers = TORCH_DTYPES[dtype]
+    kinds = list[probe.CodedKind]()
+    if in_codes:
+        kinds = probe.kinds_of(dtype, model.code_mix if model else "")
     try:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda make: make(), wanted))
         if not on_cpu:
             queries, keys, size = heads
-            probe.require_attention(queries // keys, size, TORCH_DTYPES[dtype], device)
-            if in_codes:
-                probe.require_coded(QUANTISED.get(dtype, INT4), device)
+            probe.require_attention(queries // keys, size, numbers, device)
+            for kind in kinds:
+                probe.require_coded(kind, device)
     except Exception as error:  # whatever compilers, libraries and kernels raise
         log.warning("engine: %s runs eagerly: its kernels fail: %s", name, complaint(error))
         return False
-    return True
+
+    has_plain_experts = bool(model and model.experts) and not any(kind.experts for kind in kinds)
+    return on_cpu or not has_plain_experts or probe.experts_run(numbers, device, many=False)

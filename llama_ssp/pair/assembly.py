@@ -272,7 +272,7 @@ def _all_compile(placed: ModelPlacement, group: Ranks) -> tuple[bool, Trial | No
         return placed.compiled, None  # `load` sees to it
     model = placed.model
     heads = model.n_heads, model.n_kv_heads, model.head_dim
-    able = placed.compiled and has_kernels(model.name, placed.dtype, placed.device, heads)
+    able = placed.compiled and has_kernels(model.name, placed.dtype, placed.device, heads, model)
     facts = group.gather_ints([int(able), int(placed.on_trial)])
     all_able = all(is_able for is_able, _ in facts)
     if able and not all_able:

@@ -14,7 +14,14 @@ these three are less than a hundredth. What a rank makes of logits is in memory.
 from dataclasses import dataclass
 
 from llama_ssp.config import OWN_CODES, Dtype
-from llama_ssp.models.kernels.kernel_sizes import DECODED, SLICE, attended_parts
+from llama_ssp.models.kernels.kernel_sizes import (
+    DECODED,
+    FEW_ROWS,
+    MANY_ROWS,
+    SLICE,
+    attended_parts,
+    parts_of,
+)
 from llama_ssp.models.layout import EXPERTS
 from llama_ssp.planner.storage import by_bitsandbytes, width
 from llama_ssp.planner.weights import RolePart, weights
@@ -58,8 +65,10 @@ def pass_bytes(
     tokens = rows * columns
     widest = max(_norm(role), _attention(role), _feed_forward(role))
     scratch = MIB + KERNEL_SCRATCH * kernels.threads + _attended_sums(role, kernels, tokens)
+    products = code_bytes(role, kernels, tokens)
     if not graph or decodes_experts(role, kernels):
-        scratch += decoded_bytes(role, kernels, tokens)
+        products = max(products, decoded_bytes(role, kernels, tokens))
+    scratch += products
 
     # Masks of all rows for each kind of layer, and two that these are made of. Attention makes its own for
     # the queries of a group, one row after the other: the mask to add, twice, or scores in fp32, thrice.
@@ -144,6 +153,21 @@ def decoded_bytes(role: RolePart, kernels: Kernels, tokens: int) -> int:
         expert = 2 * part.expert_ffn * part.dim
         numbers = max(numbers, min(max(expert, DECODED), expert * tokens * part.experts_per_token))
     return width(role.dtype) * numbers
+
+
+def code_bytes(role: RolePart, kernels: Kernels, tokens: int) -> int:
+    """What a GPU's kernel for codes makes: of many tokens a decoded matrix, of fewer the sums of its parts."""
+    made = (Dtype.int8, Dtype.nf4) if role.compiled else ()
+    if kernels.cpu or role.dtype not in (*OWN_CODES, *made) or tokens <= FEW_ROWS:
+        return 0
+    if tokens > MANY_ROWS:
+        return width(role.dtype) * min(role.part.largest_matrix, DECODED)
+    numbers = 0
+    for weight in weights(role.part):
+        parts = parts_of(weight.outputs, weight.inputs) if weight.linear else 1
+        if parts > 1:
+            numbers = max(numbers, parts * weight.outputs)
+    return FP32 * tokens * numbers
 
 
 def decodes_experts(role: RolePart, kernels: Kernels) -> bool:

@@ -20,6 +20,7 @@ from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.formats.coded import TABLES
 from llama_ssp.models.kernels import attention
 from llama_ssp.models.kernels.coded import CodedLinear, operators
+from llama_ssp.models.kernels.kernel_sizes import FEW_ROWS
 from llama_ssp.speculative.drafters.local import ModelDrafter, Sampler
 from llama_ssp.speculative.engine import Engine
 from llama_ssp.speculative.model_runner import ModelRunner
@@ -120,19 +121,21 @@ def test_a_round_waits_once() -> None:
     assert total(calls, WAITS) == 1, f"a round: expected 1 wait for the GPU; there are {waits}"
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 100])
+@pytest.mark.parametrize("rows", [1, 5, 16, 100, 300])
 @pytest.mark.parametrize("table", TABLES)
 def test_the_kernel_for_codes(table: str, rows: int) -> None:
-    """Beside the exact product, and row by row the same."""
+    """Beside the exact product, and row by row the same: of few rows, and of so many that parts are added."""
     operators("cuda")
     offsets = (None, "zero", "shift") if "int" in table else (None, "shift")  # zeros are integers, too
     for group, offset in itertools.product((0, 32), offsets):
-        weight = held(96, 320, table, group, offset)
+        weight = held(96, 1120, table, group, offset)
         layer = CodedLinear(weight, None, torch.device(f"cuda:{LAST}"))
-        x = rows_of(rows, 320).to(f"cuda:{LAST}")
+        x = rows_of(rows, 1120).to(f"cuda:{LAST}")
         what = f"{table}, groups of {group}, offset {offset}, {rows} rows"
         near(what, layer(x), x.cpu().double() @ wide(weight).T, 2**-7, order=2)
         near(f"{what}: a row of 16 beside the row alone", layer(x[:16])[:1], layer(x[:1]), 0.0)
+        if rows > FEW_ROWS:
+            near(f"{what}: a row of 100 beside one of 17", layer(x[:100])[:1], layer(x[:17])[:1], 0.0)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

@@ -93,6 +93,17 @@ def _mix(matrices: Matrices) -> str:
     return " ".join(":".join(map(str, (names, n, *codes))) for (names, codes), n in sorted(counts.items()))
 
 
+def kinds_of_mix(mix: str) -> set[tuple[Kept, bool]]:
+    """Returns the codes of a mix whose tables are known, each with whether they are those of experts."""
+    kinds = set()
+    for word in mix.split():
+        names, _, bits, group, size, table = word.split(":")
+        if int(bits) and table:
+            codes = Kept(bits=int(bits), group=int(group), bytes=int(size), table=table)
+            kinds.add((codes, names.partition("+")[0] in EXPERT))
+    return kinds
+
+
 def coded_experts(matrices: Matrices, number: int) -> bool:
     """Whether a layer's experts are kept in codes: gates and ups are one matrix."""
     gate, up, down = (matrices.get((number, name)) for name in EXPERT)

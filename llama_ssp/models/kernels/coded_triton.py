@@ -1,15 +1,21 @@
-"""The kernels of coded.py for GPUs: `multiply_few` for steps, `multiply` for prompts.
+"""The kernels of coded.py for GPUs, by the number of rows: a step's, several rows', a prompt's.
 
-A program has a few outputs and reads their codes from end to end, with enough reads under way to keep the
-memory busy. Codes become numbers of 16 bits for the tensor cores, exactly but for nf4 and fp4, and the sum
-over a group is scaled. So a weight is read once for up to 8 rows. In a step each warp of a program has some
-of the inputs: warps with the same ones would each decode the same codes.
+`multiply_few`, up to 16 rows: a program has a few outputs and reads their codes from end to end, with enough
+reads under way to keep the memory busy. Codes become numbers of 16 bits for the tensor cores, exactly but for
+nf4 and fp4, and the sum over a group is scaled. So a weight is read once for up to 8 rows. Each warp of a
+program has some of the inputs: warps with the same ones would each decode the same codes.
+
+`multiply`, up to 256: with so many rows, programs of few outputs would read x more often than codes. So a
+program has more outputs, and where that makes fewer programs than a GPU has processors, several share the
+inputs; `add` adds up what they give, in one order.
+
+`decode`, for more rows: the weight is decoded once, rounded to 16 bits, and torch multiplies.
 
 torch's own products (2.13) are no substitute: `_weight_int4pack_mm` takes bf16 scales alone, and
 `_scaled_mm` quantises inputs.
 
 It is tested in triton's interpreter, without what is in PTX, and compiled for every generation of GPUs
-(tests/test_triton.py), and tested on a GPU (tests/gpu).
+(tests/test_triton.py), and tested on a GPU (tests/gpu). Only `multiply_few` has been timed on one.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -25,14 +31,17 @@ from torch import Tensor
 
 from llama_ssp.models.formats.coded import TABLES, values
 from llama_ssp.models.kernels.experts_triton import found_by, rows_of
-from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
+from llama_ssp.models.kernels.kernel_sizes import DECODED, FEW_ROWS, MANY_ROWS, MOST_PAIRS, TILE, parts_of
 
-FEW = 16  # rows of a step at most
-ROWS = (16 if torch.version.hip else 8, 64)  # of a program, of a step and of a prompt; AMD multiplies 16
-OUTPUTS = (16, 128)
+# Of a program of `multiply_few`, and of one of `multiply`.
+ROWS = (16 if torch.version.hip else 8, 64)  # AMD multiplies 16
+OUTPUTS = (16, TILE)
 PARTS = 4  # of the inputs, in a step: a warp each
-HOW = ((PARTS, 3), (8, 3))  # warps, and steps under way at once
+HOW = ((PARTS, 3), (4, 3))  # warps, and steps under way at once
+MOST_STAGES = 8
 INPUTS = 128  # of a warp's step, or of a step of a program, at most: some KiB of codes
+DECODE = (16, 256)  # outputs and inputs of a program of `decode`
+ADD = 1024  # numbers of a program of `add`
 # How a code becomes a number, unless the table says it: of integers the bits that are flipped, and what is
 # then subtracted; of floating point the bits behind the point. The bits of an integer become the last ones of
 # a large number in 32 bits, which is subtracted again: a GPU converts integers 8 times as slowly as it adds.
@@ -93,65 +102,137 @@ def linear_coded(
     if rows == 0:
         return y
 
-    factors = FACTORS or {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x.dtype, tl.float32)
-    experts = 0 if expert_P is None else len(codes)
-    few = min(FEW * experts, MOST_PAIRS) if experts else FEW
-    many = rows > few
-    sizes = constants(many, inputs, group, list(TABLES)[table_number], factors is tl.bfloat16)
-    programs = triton.cdiv(rows, sizes["ROWS"]) + experts  # the last one of each expert may have few rows
-    if experts and not many:
-        programs = rows
-
-    kernel = multiply if many else multiply_few
-    search: dict[str, Any] = {"expert_ptr": None, "start_ptr": None, "SPAN": 0}
-    if expert_P is not None:
-        search = found_by(expert_P, experts, many)
+    weight = {
+        "code_ptr": codes,
+        "table_ptr": table,
+        "scale_ptr": scales,
+        "offset_ptr": offsets,
+        "outputs": outputs,
+        "inputs": inputs,
+        "bytes_": codes.shape[-1],
+        "groups": scales.shape[-1],
+        "group": group,
+    }
+    name = list(TABLES)[table_number]
     device_of: Any = torch.cuda.device_of  # a kernel starts on the current device, which need not be x's
     with device_of(x):
-        kernel[(triton.cdiv(outputs, sizes["OUTPUTS"]), programs)](
-            x_ptr=x.contiguous(),
-            code_ptr=codes,
-            table_ptr=table,
-            scale_ptr=scales,
-            offset_ptr=offsets,
-            bias_ptr=bias,
-            y_ptr=y,
-            rows=rows,
-            outputs=outputs,
-            inputs=inputs,
-            bytes_=codes.shape[-1],
-            groups=scales.shape[-1],
-            group=group,
-            SHARE=rows * inputs // x.numel(),  # pairs with one row of x
-            FACTORS=factors,
-            **search,
-            **sizes,
-        )
+        if rows > MANY_ROWS and expert_P is None and not wide:
+            _multiply_decoded(x.reshape(rows, inputs), y.view(rows, outputs), weight, name, bias)
+        else:
+            _multiply_codes(x.contiguous(), y, weight, name, bias, expert_P)
     return y
 
 
-def constants(many: bool, inputs: int, group: int, table: str, in_bf16: bool) -> dict[str, Any]:
-    """Returns what the kernel for few or many rows is compiled with. INPUTS taken together share a scale."""
+def _multiply_codes(
+    x: Tensor, y: Tensor, weight: dict[str, Any], table: str, bias: Tensor | None, expert_P: Tensor | None
+) -> None:
+    """Computes y by a kernel that reads codes; `weight`: its arguments of the matrix."""
+    outputs = weight["outputs"]
+    inputs = weight["inputs"]
+    rows = y.numel() // outputs
+    experts = 0
+    few = FEW_ROWS
+    search: dict[str, Any] = {"expert_ptr": None, "start_ptr": None, "SPAN": 0}
+    if expert_P is not None:
+        experts = len(weight["code_ptr"])
+        few = min(FEW_ROWS * experts, MOST_PAIRS)
+        search = found_by(expert_P, experts, many=rows > few)
+
+    many = rows > few
+    factors = FACTORS or {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x.dtype, tl.float32)
+    sizes = constants(many, inputs, weight["group"], table, factors is tl.bfloat16)
+    share = rows * inputs // x.numel()  # pairs with one row of x
+    given = {"x_ptr": x, "rows": rows, "SHARE": share, "FACTORS": factors} | weight | search | sizes
+    tiles = triton.cdiv(outputs, sizes["OUTPUTS"])
+    blocks = triton.cdiv(rows, sizes["ROWS"])
+    if not many:
+        multiply_few[(tiles, rows if experts else blocks)](bias_ptr=bias, y_ptr=y, **given)
+        return
+
+    # Experts, and more than MANY_ROWS rows, make programs enough. The last block of an expert may be small.
+    parts = 1 if experts or rows > MANY_ROWS else parts_of(outputs, inputs)
+    span = triton.cdiv(triton.cdiv(inputs, sizes["INPUTS"]), parts) * sizes["INPUTS"]
+    parts = triton.cdiv(inputs, span)
+    grid = (blocks + experts, tiles, parts)
+    if parts == 1:
+        multiply[grid](bias_ptr=bias, y_ptr=y, span=span, **given)
+        return
+    sum_PMN = y.new_empty(parts, rows, outputs, dtype=torch.float32)
+    multiply[grid](bias_ptr=None, y_ptr=sum_PMN, span=span, **given)
+    numbers = y.numel()
+    add[(triton.cdiv(numbers, ADD),)](
+        sum_ptr=sum_PMN,
+        bias_ptr=bias,
+        y_ptr=y,
+        numbers=numbers,
+        outputs=outputs,
+        parts=parts,
+        NUMBERS=ADD,
+    )
+
+
+def _multiply_decoded(
+    x_MK: Tensor, y_MN: Tensor, weight: dict[str, Any], table: str, bias_N: Tensor | None
+) -> None:
+    """Computes y by torch's product with the weight, of which DECODED numbers are decoded at a time."""
+    outputs = weight["outputs"]
+    inputs = weight["inputs"]
+    per_time = min(max(1, DECODED // inputs), outputs)
+    weight_NK = x_MK.new_empty(per_time, inputs)
+    rows = {name: weight[name] for name in ("code_ptr", "scale_ptr", "offset_ptr")}  # one for each output
+    for first in range(0, outputs, per_time):
+        some = slice(first, first + per_time)
+        count = min(per_time, outputs - first)
+        part = {name: None if tensor is None else tensor[some] for name, tensor in rows.items()}
+        decode[(triton.cdiv(inputs, DECODE[1]), triton.cdiv(count, DECODE[0]))](
+            weight_ptr=weight_NK,
+            **{**weight, **part, "outputs": count},
+            **decoding(inputs, weight["group"], table),
+        )
+        if bias_N is None:
+            torch.mm(x_MK, weight_NK[:count].T, out=y_MN[:, some])
+        else:
+            torch.addmm(bias_N[some].detach(), x_MK, weight_NK[:count].T, out=y_MN[:, some])
+
+
+def codes_of(inputs: int, group: int, table: str) -> dict[str, int]:
+    """Returns what codes are, for a kernel. INPUTS taken together share a scale."""
     fraction = -1  # the table is read
     if table in INTEGERS:
         fraction = 0
     elif table in FLOATS:
         fraction = FLOATS[table]
     flip, lowest = INTEGERS.get(table, (0, 0))
-    warps, stages = HOW[many]
-    sizes = {
+    return {
         "BITS": 4 if len(values(table)) == 16 else 8,
         "FRACTION": fraction,
         "FLIP": flip,
         "LOWEST": lowest,
+        "INPUTS": INPUTS if group >= inputs else min(group & -group, INPUTS),
+    }
+
+
+def constants(many: bool, inputs: int, group: int, table: str, in_bf16: bool) -> dict[str, Any]:
+    """Returns what the kernel for few or many rows is compiled with."""
+    codes = codes_of(inputs, group, table)
+    warps, stages = HOW[many]
+    if many:  # small groups make small steps
+        stages = min(stages * INPUTS // codes["INPUTS"], MOST_STAGES)
+    sizes = codes | {
         "QUICK": in_bf16 and table in QUICK and torch.version.hip is None,
         "ROWS": ROWS[many],
         "OUTPUTS": OUTPUTS[many],
-        "INPUTS": INPUTS if group >= inputs else min(group & -group, INPUTS),
         "num_warps": warps,
-        "num_stages": stages if fraction >= 0 else 1,  # numbers of a table would fill the memory
+        "num_stages": stages if codes["FRACTION"] >= 0 else 1,  # numbers of a table would fill the memory
     }
-    return sizes if many else {**sizes, "PARTS": PARTS}
+    return sizes if many else sizes | {"PARTS": PARTS}
+
+
+def decoding(inputs: int, group: int, table: str) -> dict[str, Any]:
+    """Returns what `decode` is compiled with."""
+    codes = codes_of(inputs, group, table)
+    outputs, width = DECODE
+    return codes | {"OUTPUTS": outputs, "PARTS": width // codes["INPUTS"]}
 
 
 # triton evaluates annotations, and knows no global names: only tl.constexpr is allowed.
@@ -282,32 +363,41 @@ def _multiply_few(
 
 def _multiply(
     x_ptr, code_ptr, table_ptr, scale_ptr, offset_ptr, bias_ptr, y_ptr,
-    rows, outputs, inputs, bytes_, groups, group, expert_ptr, start_ptr,
+    rows, outputs, inputs, bytes_, groups, group, span, expert_ptr, start_ptr,
     BITS: tl.constexpr, FRACTION: tl.constexpr, FLIP: tl.constexpr, LOWEST: tl.constexpr,
     QUICK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     SHARE: tl.constexpr, SPAN: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ROWS rows (M) with OUTPUTS outputs (N), for a prompt."""
+    """Multiplies ROWS rows (M) with OUTPUTS outputs (N), over a part of the inputs.
+
+    A part has `span` inputs, and a result of its own, of all rows and outputs. Programs of further rows with
+    the same weights start together: the memory is read for the first one.
+    """
     HALVES: tl.constexpr = 8 // BITS
     HAS_OFFSET: tl.constexpr = offset_ptr is not None
     HAS_ZERO: tl.constexpr = HAS_OFFSET and offset_ptr.dtype.element_ty == tl.uint8
-    expert, row_M, count = rows_of(tl.program_id(1), expert_ptr, start_ptr, rows, SPAN, ROWS)
+    expert, row_M, count = rows_of(tl.program_id(0), expert_ptr, start_ptr, rows, SPAN, ROWS)
     if count <= 0:
         return
 
-    output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output_N = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     byte_K = tl.arange(0, INPUTS // HALVES)
     real_N = output_N < outputs
     real_M = tl.arange(0, ROWS) < count
     place_N = expert * outputs + output_N.to(tl.int64)
     code_ptr_NK = code_ptr + place_N[:, None] * bytes_ + byte_K[None, :]
-    x_ptr_KM = x_ptr + (row_M // SHARE).to(tl.int64)[None, :] * inputs + byte_K[:, None] * HALVES
+    input_K = tl.arange(0, INPUTS)
+    x_ptr_MK = x_ptr + (row_M // SHARE).to(tl.int64)[:, None] * inputs + input_K[None, :]
 
     sum_NM = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
-    for first in range(0, inputs, INPUTS):
+    begin = tl.program_id(2) * span
+    for first in range(begin, tl.minimum(begin + span, inputs), INPUTS):
         byte = first // HALVES
         mask_NK = real_N[:, None] & (byte + byte_K < bytes_)[None, :]
         code_NK = tl.load(code_ptr_NK + byte, mask=mask_NK, other=0)
+        x_mask_MK = real_M[:, None] & (first + input_K < inputs)[None, :]
+        x_MK = tl.load(x_ptr_MK + first, mask=x_mask_MK, other=0.0).to(FACTORS)
+
         group_ptr_N = place_N * groups + first // group
         scale_N = tl.load(scale_ptr + group_ptr_N, mask=real_N, other=0.0).to(tl.float32)
         zero_N1 = tl.zeros((1, 1), dtype=tl.float32)
@@ -320,27 +410,84 @@ def _multiply(
         )
 
         part_NM = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
-        x_M = tl.zeros((ROWS,), dtype=tl.float32)
-        for half in tl.static_range(HALVES):
-            real_K = first + byte_K * HALVES + half < inputs
-            x_mask_KM = real_K[:, None] & real_M[None, :]
-            x_KM = tl.load(x_ptr_KM + first + half, mask=x_mask_KM, other=0.0).to(FACTORS)
-            number_NK = first_NK if half == 0 else second_NK
-            part_NM = tl.dot(number_NK, x_KM, part_NM, input_precision="ieee")
-            if HAS_OFFSET and not HAS_ZERO:
-                x_M += tl.sum(x_KM.to(tl.float32), 0)
+        if HALVES == 2:
+            even_MK, odd_MK = tl.split(tl.reshape(x_MK, (ROWS, INPUTS // HALVES, HALVES)))
+            x_KM = tl.trans(even_MK)
+            part_NM = tl.dot(second_NK, tl.trans(odd_MK), part_NM, input_precision="ieee")
+        else:
+            x_KM = tl.trans(x_MK)
+        part_NM = tl.dot(first_NK, x_KM, part_NM, input_precision="ieee")
         sum_NM += part_NM * scale_N[:, None]
         if HAS_OFFSET and not HAS_ZERO:
+            x_M = tl.sum(x_MK.to(tl.float32), 1)
             sum_NM -= offset_N[:, None] * x_M[None, :]
 
     if bias_ptr is not None:
         sum_NM += tl.load(bias_ptr + place_N, mask=real_N, other=0.0).to(tl.float32)[:, None]
+    y_ptr += tl.program_id(2).to(tl.int64) * rows * outputs
     y_ptr_NM = y_ptr + row_M[None, :].to(tl.int64) * outputs + output_N[:, None]
     tl.store(y_ptr_NM, sum_NM.to(y_ptr.dtype.element_ty), mask=real_N[:, None] & real_M[None, :])
 
 
+def _add(sum_ptr, bias_ptr, y_ptr, numbers, outputs, parts, NUMBERS: tl.constexpr):
+    """Adds up what parts of the inputs gave, first to last, for NUMBERS numbers of the result (R)."""
+    place_R = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
+    real_R = place_R < numbers
+    sum_R = tl.zeros((NUMBERS,), dtype=tl.float32)
+    for part in range(parts):
+        sum_R += tl.load(sum_ptr + part * numbers + place_R, mask=real_R, other=0.0)
+    if bias_ptr is not None:
+        sum_R += tl.load(bias_ptr + place_R % outputs, mask=real_R, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place_R, sum_R.to(y_ptr.dtype.element_ty), mask=real_R)
+
+
+def _decode(
+    code_ptr, table_ptr, scale_ptr, offset_ptr, weight_ptr, outputs, inputs, bytes_, groups, group,
+    BITS: tl.constexpr, FRACTION: tl.constexpr, FLIP: tl.constexpr, LOWEST: tl.constexpr,
+    PARTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Writes the weights of OUTPUTS outputs (N) and of PARTS (P) times INPUTS inputs, rounded once."""
+    HALVES: tl.constexpr = 8 // BITS
+    HAS_OFFSET: tl.constexpr = offset_ptr is not None
+    HAS_ZERO: tl.constexpr = HAS_OFFSET and offset_ptr.dtype.element_ty == tl.uint8
+    BYTES: tl.constexpr = INPUTS // HALVES
+    output_N = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    part_P = tl.program_id(0) * PARTS + tl.arange(0, PARTS)
+    real_N = output_N < outputs
+    place_N = output_N.to(tl.int64)
+
+    byte_PK = part_P[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+    mask_NPK = real_N[:, None, None] & (byte_PK < bytes_)[None, :, :]
+    code_ptr_NPK = code_ptr + (place_N * bytes_)[:, None, None] + byte_PK[None, :, :]
+    code_NPK = tl.load(code_ptr_NPK, mask=mask_NPK, other=0)
+    start_P = part_P * INPUTS
+    place_NP = (place_N * groups)[:, None] + (start_P // group)[None, :]
+    real_NP = real_N[:, None] & (start_P < inputs)[None, :]
+    scale_NP = tl.load(scale_ptr + place_NP, mask=real_NP, other=0.0).to(tl.float32)
+    zero_NP1 = tl.zeros((1, 1, 1), dtype=tl.float32)
+    if HAS_OFFSET:
+        offset_NP = tl.load(offset_ptr + place_NP, mask=real_NP, other=0).to(tl.float32)
+        if HAS_ZERO:
+            zero_NP1 = offset_NP[:, :, None]
+
+    number_NPK = portable(code_NPK, zero_NP1, table_ptr, 0, HAS_ZERO, BITS, FRACTION, FLIP, LOWEST)
+    if HALVES == 2:
+        odd_NPK = portable(code_NPK, zero_NP1, table_ptr, 1, HAS_ZERO, BITS, FRACTION, FLIP, LOWEST)
+        number_NPK = tl.reshape(tl.join(number_NPK, odd_NPK), (OUTPUTS, PARTS, INPUTS))
+    number_NPK *= scale_NP[:, :, None]
+    if HAS_OFFSET and not HAS_ZERO:
+        number_NPK -= offset_NP[:, :, None]
+
+    input_PK = start_P[:, None] + tl.arange(0, INPUTS)[None, :]
+    weight_ptr_NPK = weight_ptr + (place_N * inputs)[:, None, None] + input_PK[None, :, :]
+    real_NPK = real_N[:, None, None] & (input_PK < inputs)[None, :, :]
+    tl.store(weight_ptr_NPK, number_NPK.to(weight_ptr.dtype.element_ty), mask=real_NPK)
+
+
 portable: Any = triton.jit(_portable)
 numbers: Any = triton.jit(_numbers)
-# One program for all numbers of rows of a step.
+# One program for all numbers of rows.
 multiply: Any = triton.jit(_multiply, do_not_specialize=["rows", "groups", "group"])
+add: Any = triton.jit(_add, do_not_specialize=["numbers", "parts"])
+decode: Any = triton.jit(_decode, do_not_specialize=["outputs", "groups", "group"])
 multiply_few: Any = triton.jit(_multiply_few, do_not_specialize=["rows", "groups", "group"])

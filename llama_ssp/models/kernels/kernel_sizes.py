@@ -5,8 +5,15 @@ from llama_ssp.models.graph_sizes import MOST
 WIDEST_HEAD = 256  # numbers of a head that attention.cpp takes
 BLOCK = 32  # outputs that linear.cpp and coded.cpp store together
 SLICE = 2**21  # numbers of a 16-bit output matrix that a CPU without our kernels has in fp32 at once
-DECODED = 2**26  # numbers of experts in codes that are decoded at once, but one expert at least
+DECODED = 2**26  # numbers in codes that are decoded at once: of a matrix, or of experts, but one at least
 MOST_PAIRS = 1024  # of a token and an expert, of which a program finds its own; of prompts are more
+
+# Of products with matrices in codes on a GPU, by their rows.
+FEW_ROWS = 16  # up to so many a step's kernel multiplies
+MANY_ROWS = 256  # with more, a matrix is decoded once for all of them
+TILE = 64  # outputs of a program, between the two
+TILES = 256  # programs, if there are inputs enough to share: two for each of some 130 processors
+LEAST_INPUTS = 256  # of such a share
 
 # Of attention on a GPU, which divides each token's context into parts.
 PROGRAMS = 512  # of all KV heads, for a row: a GPU has some 130 processors with several each
@@ -18,6 +25,15 @@ MOST_PARTS = 128
 def attends_on_cpu(head: int) -> bool:
     """Returns whether attention.cpp takes heads of so many numbers."""
     return head % 2 == 0 and head <= WIDEST_HEAD
+
+
+def parts_of(outputs: int, inputs: int) -> int:
+    """Returns in how many parts programs share a matrix's inputs, where rows are neither few nor many.
+
+    It does not depend on their number, so a row's product does not, either.
+    """
+    tiles = -(-outputs // TILE)
+    return max(1, min(-(-TILES // tiles), inputs // LEAST_INPUTS))
 
 
 def attended_parts(tokens: int, groups: int) -> int:
