@@ -33,7 +33,7 @@ from llama_ssp.models.kernels.build import triton_runs  # noqa: E402
 from llama_ssp.models.kernels.coded import available  # noqa: E402
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS  # noqa: E402
 from llama_ssp.models.steps import SteppedModel, has_kernels  # noqa: E402
-from llama_ssp.planner.activations import GPU, Forward  # noqa: E402
+from llama_ssp.planner.activations import GPU, code_bytes, decoded_bytes  # noqa: E402
 from llama_ssp.planner.weights import ModelPart, RolePart, weights  # noqa: E402
 from llama_ssp.planner.workload import TARGET, Role  # noqa: E402
 from tests import plans, test_attention  # noqa: E402
@@ -212,7 +212,7 @@ def test_what_products_with_codes_keep_is_planned(name: str, kind: tuple[Dtype, 
     role = Role(TARGET, model, dtype)
     own = RolePart.of(role, part, 800, compiled=True)
     for rows in (1, 16, 17, 64, 256, 257, 700):
-        planned = Forward(own, GPU, 1, rows, 800)._dequantised()
+        planned = max(code_bytes(own, GPU, rows), decoded_bytes(own, GPU, rows))
         kept = []
         for weight in weights(part):
             if weight.linear:

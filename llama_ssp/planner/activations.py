@@ -156,7 +156,7 @@ def decoded_bytes(role: RolePart, kernels: Kernels, tokens: int) -> int:
 
 
 def code_bytes(role: RolePart, kernels: Kernels, tokens: int) -> int:
-    """What a GPU's kernel for codes makes: of many tokens a decoded matrix, of fewer the sums of its parts."""
+    """What a GPU's kernel for codes makes: of many tokens a decoded matrix, of fewer sums of its parts."""
     made = (Dtype.int8, Dtype.nf4) if role.compiled else ()
     if kernels.cpu or role.dtype not in (*OWN_CODES, *made) or tokens <= FEW_ROWS:
         return 0
