@@ -176,20 +176,6 @@ def can_group(x_TH: Tensor, up: Stack, down: Stack) -> bool:
     return in_rows and torch.cuda.get_device_capability(x_TH.device) >= (8, 0)
 
 
-def waits_for_host(numbers: torch.dtype, up: Stack, down: Stack, pairs: int) -> bool:
-    """Returns whether the host waits for the choice of experts, for pairs of a token and an expert, on a GPU.
-
-    Then the step cannot be part of a graph. `numbers`: of the tokens.
-    """
-    weight = up.parts[0]
-    if pairs > MOST_PAIRS and not (up.by_kernel and down.by_kernel):
-        # On other GPUs torch's grouped product is a loop over the experts, which waits.
-        has_kernel = torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
-        if not has_kernel or not can_group(weight, up, down):
-            return True
-    return numbers not in DTYPES or not triton_runs()
-
-
 @apply.register_kernel("cuda")
 def apply_on_gpu(
     x_TH: Tensor,
@@ -277,13 +263,15 @@ class Experts(nn.Module):
 
     def waits_for_host(self, tokens: int) -> bool:
         """Returns whether a step of so many tokens waits on a GPU for the choice: it cannot be captured."""
-        up_how, down_how = self.hows
-        return waits_for_host(
-            numbers=next(self.router.parameters()).dtype,
-            up=Stack(list(self.up), up_how),
-            down=Stack(list(self.down), down_how),
-            pairs=tokens * self.routing.top_k,
-        )
+        up = Stack(list(self.up), self.hows[0])
+        down = Stack(list(self.down), self.hows[1])
+        weight = self.up[0]
+        if tokens * self.routing.top_k > MOST_PAIRS and not (up.by_kernel and down.by_kernel):
+            # On other GPUs torch's grouped product is a loop over the experts, which waits.
+            has_kernel = torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
+            if not has_kernel or not can_group(weight, up, down):
+                return True
+        return next(self.router.parameters()).dtype not in DTYPES or not triton_runs()
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weight_TK, expert_TK = self._chosen(x_TH)
