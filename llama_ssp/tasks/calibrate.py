@@ -326,9 +326,9 @@ def cases() -> list[Case]:
 
 def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -> TimesConf:
     """Returns the constants that explain the cases' rounds best; relative errors count."""
-    no_cost = {**dict.fromkeys(FITTED, 0.0), "bandwidth_share": 1.0}
+    no_cost: dict[str, Any] = {**dict.fromkeys(FITTED, 0.0), "bandwidth_share": 1.0}
 
-    def rounds(cost: dict[str, float], conf: ClusterConf = cluster) -> Any:
+    def rounds(cost: dict[str, Any], conf: ClusterConf = cluster) -> Any:
         """Returns the cases' rounds, in seconds, if nothing but this constant has a cost besides bytes."""
         times = replace(conf.times, **{**no_cost, **cost})
         machine = machine_of(replace(conf, times=times))
