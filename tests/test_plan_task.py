@@ -24,7 +24,7 @@ from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.placing import prediction as predicting
 from llama_ssp.placing.decision import decide
 from llama_ssp.placing.prediction import Prediction, RunMeasurement, compare_with_plan, predict, require_fit
-from llama_ssp.placing.request import PairFiles, request_of
+from llama_ssp.placing.request import Known, PairFiles, request_of
 from llama_ssp.planner.search import round_times
 from llama_ssp.planner.table import drawing
 from llama_ssp.planner.workload import GIB, Workload
@@ -302,23 +302,26 @@ def place_of(conf: RunConf, world: int) -> Placement:
 
 
 def predicted(conf: RunConf, world: int, **what: Any) -> Prediction:
-    found = predict(conf, place_of(conf, world), slots=SLOTS, **what)
+    found = predict(conf, place_of(conf, world), Known(slots=SLOTS, **what))
     assert found is not None
     return found
 
 
 def test_the_request_is_the_runs_own() -> None:
     """One function makes it for every caller: models, formats, workload."""
-    request = request_of(run(), slots=SLOTS)
+    request = request_of(run(), Known(slots=SLOTS))
     assert request.work == Workload(rows=1, prompt_tokens=1536, new_tokens=128, k=4, prefill_chunk=2048)
     assert request.k_max == 16
     assert [role.dtype for role in request.roles] == [Dtype.bf16, Dtype.bf16]
-    other = request_of(run(), rows=3, slots=SLOTS, caches=(2, 1))
+    other = request_of(run(), Known(rows=3, slots=SLOTS, caches=(2, 1)))
     assert other.work == replace(request.work, rows=3, target_caches=2)
     assert request_of(run()).work.prompt_tokens == 512, "before prompts are read"
-    assert request_of(run(), formats={"model": Dtype.int8, "draft": Dtype.fp16}).target.dtype is Dtype.int8
-    assert request_of(run(), on_cpu=True).machine.gpu == "A100-40", "a named GPU takes precedence"
-    on_cpu = request_of(run("cluster=local"), on_cpu=True)
+    assert (
+        request_of(run(), Known(formats={"model": Dtype.int8, "draft": Dtype.fp16})).target.dtype
+        is Dtype.int8
+    )
+    assert request_of(run(), Known(on_cpu=True)).machine.gpu == "A100-40", "a named GPU takes precedence"
+    on_cpu = request_of(run("cluster=local"), Known(on_cpu=True))
     assert on_cpu.machine.is_cpu and on_cpu.work.prefill_chunk == 512
     given = request_of(run("task.prefill_chunk=64"))
     assert given.work.prefill_chunk == 64 and request.least_chunk == 512 and given.least_chunk is None
@@ -389,7 +392,7 @@ def test_what_is_not_known_is_not_planned(caplog: pytest.LogCaptureFixture) -> N
     family.model.family = "gptj"
     with caplog.at_level(logging.INFO):
         for conf in (family, run("placement=layers"), run(*UNKNOWN)):
-            assert predict(conf, place_of(conf, 1), slots=SLOTS) is None
+            assert predict(conf, place_of(conf, 1), Known(slots=SLOTS)) is None
     assert "not planned: the GPU's figures are not known" in caplog.text
     assert compare_with_plan([], []) is None
     unplanned = RunMeasurement(

@@ -17,6 +17,7 @@ from llama_ssp.placing.decision import Chosen
 from llama_ssp.placing.draft_length import Why
 from llama_ssp.placing.pairs import PairSpec
 from llama_ssp.placing.prediction import predict
+from llama_ssp.placing.request import Known
 from llama_ssp.text.prompts import reading
 
 BYTES_PER_TOKEN = 4  # of usual text
@@ -48,7 +49,7 @@ def preview(pair: PairSpec) -> Preview:
     decision = pair.decision
     if decision.rows.value is None:
         kept = _kept(work / ROWS)
-        prediction = predict(run, pair.placement, rows=1, slots=slots)
+        prediction = predict(run, pair.placement, Known(rows=1, slots=slots))
         if kept is not None:
             rows = Chosen[int | None](value=int(kept), why=Why.kept)
         elif prediction is not None:

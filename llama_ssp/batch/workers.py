@@ -31,6 +31,7 @@ from llama_ssp.distributed.signals import end_with_parent
 from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
 from llama_ssp.placing.pairs import pair_files, placed
 from llama_ssp.placing.prediction import predict, require_fit
+from llama_ssp.placing.request import Known
 from llama_ssp.planner.storage import CPU
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import config_sha256, versions
@@ -59,7 +60,7 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
     manifest = job.journal.manifest
     slots = longest_text(pair.run, job.index, manifest.longest)
     # By the figures of the cluster that is named; None where it says too little.
-    prediction = predict(pair.run, pair.placement, slots=slots)
+    prediction = predict(pair.run, pair.placement, Known(slots=slots))
     require_fit(prediction, run.plan.enforce)
     verdict = prediction.option.verdict.value if prediction else None
     summary: dict[str, Any] = {"task": run.task.name, "config_sha256": config_sha256(job.run)}

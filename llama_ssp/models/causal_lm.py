@@ -24,7 +24,7 @@ from llama_ssp.models.kv_cache import KVCache
 from llama_ssp.models.passes import Pass, sent
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
-from llama_ssp.models.sizes import LAYER_KINDS
+from llama_ssp.models.sizes import LAYER_KINDS, unforgetting
 
 RUNNING: ContextVar[Pass | None] = ContextVar("pass", default=None)  # that makes its masks now
 OTHER = "choose another architecture"
@@ -236,13 +236,7 @@ def require_attention(config: Any) -> None:
             where = config.model_type
             kinds = {"a recurrent state"}
     if kinds:
-        raise ModelError(
-            "the model has layers that this program cannot roll back",
-            where=where,
-            found=", ".join(sorted(kinds)),
-            allowed=", ".join(LAYER_KINDS),
-            fix="choose a model with attention layers only",
-        )
+        raise unforgetting(where, kinds)
 
 
 def context_of(config: Any) -> int:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,13 +65,18 @@ def require_forgetting(config: dict[str, Any]) -> None:
         kinds = {key for key in config if OF_STATES.match(key) and config[key] is not None}
         where = config["model_type"]
     if kinds:
-        raise ModelError(
-            "the model has layers that this program cannot roll back",
-            where=where,
-            found=", ".join(sorted(kinds)),
-            allowed=", ".join(LAYER_KINDS),
-            fix="choose a model with attention layers only",
-        )
+        raise unforgetting(where, kinds)
+
+
+def unforgetting(where: str, kinds: Iterable[str]) -> ModelError:
+    """Returns the error for a model that keeps more than keys and values."""
+    return ModelError(
+        "the model has layers that this program cannot roll back",
+        where=where,
+        found=", ".join(sorted(kinds)),
+        allowed=", ".join(LAYER_KINDS),
+        fix="choose a model with attention layers only",
+    )
 
 
 def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from llama_ssp.models.sharding import is_planned
 from llama_ssp.placing.engine import COMPILES_ONCE, needs_trial, tokens_generated, why_eager
 from llama_ssp.placing.pairs import PairSpec, require_whole
 from llama_ssp.placing.prediction import Prediction, predict, require_fit, require_host, warn_of_codes
-from llama_ssp.placing.request import request_of
+from llama_ssp.placing.request import Known, request_of
 from llama_ssp.planner.engine import launching_s
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.hardware import CPU_RESERVE
@@ -184,20 +183,23 @@ def require_loadable(
     target = placements.target
     prediction = None
     device = target.device
-    how: dict[str, Any] = {"rows": rows, "slots": slots, "caches": caches, "on_cpu": device.type == "cpu"}
-    how |= {
-        "formats": {placed.role: placed.dtype for placed in placements},
-        "measured": memory_of(device, ranks),
-    }
     splits = {placed.ranks for placed in placements if placed.degree > 1 and ranks.rank in placed.ranks}
-    how["connected"] = sum(map(ranks.is_connected, splits))
+    known = Known(
+        rows=rows,
+        slots=slots,
+        formats={placed.role: placed.dtype for placed in placements},
+        caches=caches,
+        measured=memory_of(device, ranks),
+        connected=sum(map(ranks.is_connected, splits)),
+        on_cpu=device.type == "cpu",
+    )
     if target.splitting is Splitting.layers and all(is_planned(placed.model) for placed in placements):
         with suppress(UsageError):  # a GPU without known figures
-            room = request_of(run, **how).room_by_layers()
+            room = request_of(run, known).room_by_layers()
             placements = replace(placements, target=replace(target, room=room))
     # Plans are for devices of one kind.
     if spec.placement.world > 1 or all(placed.device == device for placed in placements):
-        prediction = predict(run, spec.placement, **how)
+        prediction = predict(run, spec.placement, known)
     if prediction is not None:
         require_fit(prediction, run.plan.enforce)
         if device.type == "cuda" and run.plan.enforce:

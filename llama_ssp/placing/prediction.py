@@ -5,15 +5,15 @@ summary.json and the log.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llama_ssp.config import MOST_ROWS, Dtype, RunConf, Splitting
+from llama_ssp.config import MOST_ROWS, RunConf, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.sharding import is_planned
-from llama_ssp.placing.request import request_of
+from llama_ssp.placing.request import Known, request_of
 from llama_ssp.planner.advice import advice
 from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory, communicators
 from llama_ssp.planner.memory import SEGMENTS
@@ -78,19 +78,8 @@ class Prediction:
         return k, times.ms_per_token(acceptance, k)
 
 
-def predict(
-    run: RunConf,
-    placement: Placement,
-    *,
-    rows: int | None = None,
-    slots: int | None = None,
-    formats: Mapping[str, Dtype] | None = None,
-    caches: tuple[int, int] = (1, 1),
-    measured: int | None = None,
-    connected: int = 0,
-    on_cpu: bool = False,
-) -> Prediction | None:
-    """Returns memory and speed of the run with this placement; the other arguments are those of `request_of`.
+def predict(run: RunConf, placement: Placement, known: Known = Known()) -> Prediction | None:
+    """Returns memory and speed of the run with this placement.
 
     It is None, with a log line, if it cannot be planned: other architectures, other ways of splitting, an
     unknown GPU.
@@ -101,16 +90,7 @@ def predict(
     if placement.splitting is not Splitting.tensor or not all(map(is_planned, models)):
         return None
     try:
-        request = request_of(
-            run,
-            rows=rows,
-            slots=slots,
-            formats=formats,
-            caches=caches,
-            measured=measured,
-            connected=connected,
-            on_cpu=on_cpu,
-        )
+        request = request_of(run, known)
     except UsageError as error:
         log.info("not planned: %s", error)
         return None

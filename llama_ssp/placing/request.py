@@ -1,7 +1,7 @@
 """What a plan is asked for a run: machine, models and work, from its configuration. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,8 +89,8 @@ def plannable(files: PairFiles, gpus: int | None = None, free: int | None = None
 
 
 def request_for(files: PairFiles, slots: int | None = None) -> PlanRequest:
-    """Returns what to plan for the pair, also where its tokenizers differ. `slots`: as in `request_of`."""
-    request = request_of(files.run, slots=slots)
+    """Returns what to plan for the pair, also where its tokenizers differ. `slots`: as in `Known`."""
+    request = request_of(files.run, Known(slots=slots))
     return replace(request, bridged=request.draft is not None and is_bridged(files))
 
 
@@ -104,53 +104,55 @@ def options(request: PlanRequest, conf: PlacementConf, worlds: list[int]) -> lis
     return [option(request, resolve(conf, worlds[-1], request.draft is not None), request.k)]
 
 
-def request_of(
-    run: RunConf,
-    *,
-    rows: int | None = None,
-    slots: int | None = None,
-    formats: Mapping[str, Dtype] | None = None,
-    caches: tuple[int, int] = (1, 1),
-    measured: int | None = None,
-    connected: int = 0,
-    on_cpu: bool = False,
-) -> PlanRequest:
-    """Returns what to plan for a run. Raises UsageError for a GPU without known figures.
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What is known of a run besides its configuration, when it is planned.
 
-    `rows` and `slots` (the longest text with its new tokens) are the task's own where they are None;
-    `formats` are the number formats by role where they are known, else what the machine makes of `auto`;
-    `caches` says how many of each model's there are at once; `measured` and `connected` are those of
-    `machine_of`.
+    `rows` and `slots` (the longest text with its new tokens) are the task's own where they are None. `formats`
+    are the number formats by role, else what the machine makes of `auto`; `caches` says how many of the
+    target's and of the draft's there are at once. `measured` are the bytes that are free for this process on
+    its device, and `connected` the groups of ranks that it has joined by then (planner/hardware.py).
     """
+
+    rows: int | None = None
+    slots: int | None = None
+    formats: Mapping[str, Dtype] = field(default_factory=dict)
+    caches: tuple[int, int] = (1, 1)
+    measured: int | None = None
+    connected: int = 0
+    on_cpu: bool = False
+
+
+def request_of(run: RunConf, known: Known = Known()) -> PlanRequest:
+    """Returns what to plan for a run. Raises UsageError for a GPU without known figures."""
     task = run.task
     spec = run.speculation
-    on_cpu = on_cpu or run.placement.target_device == CPU
+    on_cpu = known.on_cpu or run.placement.target_device == CPU
     cluster = replace(run.cluster, gpu=CPU) if on_cpu and run.cluster.gpu is None else run.cluster
-    machine = machine_for(cluster, measured, connected)
+    machine = machine_for(cluster, known.measured, known.connected)
 
-    most_tokens = run.model.context if slots is None else slots
+    most_tokens = run.model.context if known.slots is None else known.slots
     new_tokens = min(task.max_new_tokens, most_tokens - 1)
-    if slots is None:
+    if known.slots is None:
         prompt_tokens = task.prompt_tokens or min(USUAL_TOKENS, most_tokens - new_tokens)
     else:
-        prompt_tokens = slots - new_tokens
+        prompt_tokens = known.slots - new_tokens
     asked = asked_k(run)
     work = Workload(
-        rows=rows or task.batch_size or USUAL_ROWS,
+        rows=known.rows or task.batch_size or USUAL_ROWS,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
         k=USUAL_K if asked is None else asked,
         prefill_chunk=task.prefill_chunk or (USUAL_CHUNK if machine.is_cpu else GPU_CHUNK),
-        target_caches=caches[0],
-        draft_caches=caches[1],
+        target_caches=known.caches[0],
+        draft_caches=known.caches[1],
     )
 
     given = run.plan.acceptance if task.acceptance is None else task.acceptance
-    known = formats or {}
-    target = Role(TARGET, run.model, known.get(TARGET) or machine.dtype(run.model.dtype))
+    target = Role(TARGET, run.model, known.formats.get(TARGET) or machine.dtype(run.model.dtype))
     draft = None
     if run.draft is not None and run.has_draft_model:
-        draft = Role(DRAFT, run.draft, known.get(DRAFT) or machine.dtype(run.draft.dtype))
+        draft = Role(DRAFT, run.draft, known.formats.get(DRAFT) or machine.dtype(run.draft.dtype))
     return PlanRequest(
         machine=machine,
         target=target,
