@@ -13,7 +13,7 @@ from llama_ssp.config import MOST_ROWS, RunConf, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.models.sharding import is_planned
-from llama_ssp.placing.request import Known, request_of
+from llama_ssp.placing.request import USUAL, Known, request_of
 from llama_ssp.planner.advice import advice
 from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory, communicators
 from llama_ssp.planner.memory import SEGMENTS
@@ -78,7 +78,7 @@ class Prediction:
         return k, times.ms_per_token(acceptance, k)
 
 
-def predict(run: RunConf, placement: Placement, known: Known = Known()) -> Prediction | None:
+def predict(run: RunConf, placement: Placement, known: Known = USUAL) -> Prediction | None:
     """Returns memory and speed of the run with this placement.
 
     It is None, with a log line, if it cannot be planned: other architectures, other ways of splitting, an

@@ -108,7 +108,7 @@ def options(request: PlanRequest, conf: PlacementConf, worlds: list[int]) -> lis
 class Known:
     """What is known of a run besides its configuration, when it is planned.
 
-    `rows` and `slots` (the longest text with its new tokens) are the task's own where they are None. `formats`
+    `rows` and `slots` (the longest text, its new tokens included) are the task's own if None. `formats`
     are the number formats by role, else what the machine makes of `auto`; `caches` says how many of the
     target's and of the draft's there are at once. `measured` are the bytes that are free for this process on
     its device, and `connected` the groups of ranks that it has joined by then (planner/hardware.py).
@@ -123,7 +123,10 @@ class Known:
     on_cpu: bool = False
 
 
-def request_of(run: RunConf, known: Known = Known()) -> PlanRequest:
+USUAL = Known()  # nothing besides the configuration
+
+
+def request_of(run: RunConf, known: Known = USUAL) -> PlanRequest:
     """Returns what to plan for a run. Raises UsageError for a GPU without known figures."""
     task = run.task
     spec = run.speculation
