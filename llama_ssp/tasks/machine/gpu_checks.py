@@ -191,7 +191,7 @@ def peer_access(facts: Facts) -> Findings:
             yield Finding(name=PEERS, found=f"tried by llama-ssp calibrate ranks={count}{by}")
         return
 
-    count = "all" if figures["reachable"] == figures["pairs"] else f"{figures['reachable']} of"
+    some = "all" if figures["reachable"] == figures["pairs"] else f"{figures['reachable']} of"
     wrong = ", ".join(f"GPU {source} to {target}" for source, target in figures["wrong"])
     problems = [
         Problem(wrong != "", Verdict.fault, NO_PEERS, f"; what is copied arrives wrong: {wrong}"),
@@ -202,7 +202,7 @@ def peer_access(facts: Facts) -> Findings:
             "the others go through the host's memory",
         ),
     ]
-    yield judged(PEERS, f"{count} {figures['pairs']} pairs of GPUs reach each other{by}", problems)
+    yield judged(PEERS, f"{some} {figures['pairs']} pairs of GPUs reach each other{by}", problems)
 
 
 def nccl(facts: Facts) -> Findings:
