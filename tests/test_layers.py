@@ -26,8 +26,9 @@ WITHOUT_TORCH = {
     "models.host_memory", "models.hub", "models.library_log", "models.formats.quantised_config",
     "models.kept_files", "models.kernels.kernel_sizes", "models.ownership", "models.sharding",
     "speculative.draft_length", "speculative.stats",
-    "tasks.arithmetic", "tasks.inputs", "tasks.machine.driver", "tasks.machine.facts",
-    "tasks.machine.finding", "tasks.machine.gpu_checks", "tasks.machine.host", "tasks.machine.host_checks",
+    "tasks.arithmetic", "tasks.inputs", "tasks.machine.bounded", "tasks.machine.driver",
+    "tasks.machine.facts", "tasks.machine.finding", "tasks.machine.gpu_checks", "tasks.machine.host",
+    "tasks.machine.host_checks",
     "tasks.plan",
 }  # fmt: skip
 LIBRARIES = {"transformers", "accelerate", "bitsandbytes", "deepspeed"}

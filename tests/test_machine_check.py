@@ -23,6 +23,7 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.kernels.build import FLAGS
 from llama_ssp.tasks import calibrate, runner
 from llama_ssp.tasks.machine import check, device, driver, host, small
+from llama_ssp.tasks.machine.bounded import Said, said_within
 from llama_ssp.tasks.machine.check import judged_here
 from llama_ssp.tasks.machine.driver import Card, Driver, cards_of, links_of
 from llama_ssp.tasks.machine.facts import Facts, Measured, NodeFacts, TorchBuild
@@ -139,11 +140,11 @@ def with_figures(step: str, **changes: Any) -> Facts:
     return replace(GPUS, measured=replace(MEASURED, figures=figures))
 
 
-def that_stops(step: str, why: str) -> Facts:
+def that_stops(step: str, why: str, is_late: bool = False) -> Facts:
     """In this step of measuring: what comes after it is not known."""
     names = list(FIGURES)
     done = {name: FIGURES[name] for name in names[: names.index(step)]}
-    return replace(GPUS, measured=Measured(figures=done, failed=step, why=why))
+    return replace(GPUS, measured=Measured(figures=done, failed=step, why=why, is_late=is_late))
 
 
 def with_folder(facts: Facts, **changes: Any) -> Facts:
@@ -291,8 +292,12 @@ PLANTED: dict[str, tuple[Facts, str, Verdict, str, str]] = {
     "kernels that fail": (
         with_figures("kernels", fails="no ptxas"), "kernels", FAULT, "eagerly: no ptxas", "compiler",
     ),
-    "kernels that hang": (
-        that_stops("kernels", "no end after 30 s"), "kernels", FAULT, "no end after 30 s", "compiler",
+    "kernels that fail at once": (
+        that_stops("kernels", "out of resources"), "kernels", FAULT, "eagerly: out of", "compiler",
+    ),
+    "kernels that take long": (
+        that_stops("kernels", "no end after 30 s", is_late=True),
+        "kernels", NOTE, "no end after 30 s", "engine=eager",
     ),
     "fewer cores than threads": (with_host(cores=4), "cpu", NOTE, "4 cores, 8 threads", "OMP_NUM_THREADS=4"),
     "an old processor": (
@@ -467,6 +472,38 @@ def test_an_nvidia_smi_that_fails_is_said(
     assert (there.cards, there.fails) == ((), fails)
 
 
+def test_a_gpu_that_is_not_shown_matters_to_nobody(
+    nvidia_smi: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "said").write_text(SAID.replace("Default", "Prohibited", 1))
+    nvidia_smi(f"cat {tmp_path}/said")
+    monkeypatch.setattr(driver, "gpus_here", lambda: [SimpleNamespace(uuid=CARDS[1].uuid)])
+    there = driver.driver_here()
+    assert [card.is_shown for card in there.cards] == [False, True]
+    (mode,) = (
+        each for each in judged_here(with_driver(GPUS, cards=there.cards)) if each.name == "compute_mode"
+    )
+    assert (mode.verdict, mode.found) == (Verdict.ok, "Default")
+
+
+def test_one_rank_says_how_several_are_checked() -> None:
+    figures = FIGURES | {
+        "peer_access": {"pairs": 0, "reachable": 0, "wrong": []},
+        "sums": FIGURES["sums"] | {"us": {}},
+    }
+    findings = judged_here(replace(GPUS, world=1, measured=Measured(figures=figures)))
+    found = {finding.name: finding.found for finding in findings}
+    assert found["peer_access"] == "tried by llama-ssp calibrate ranks=2 (NV18)"
+    assert "llama-ssp calibrate ranks=2" in found["sums"] and "nccl" not in found
+
+
+def test_a_command_has_a_limit() -> None:
+    said = said_within(0.3, ["sh", "-c", "echo before; echo it >&2; sleep 60"])
+    assert (said.is_late, said.code, said.out, said.err) == (True, None, "before\n", "it\n")
+    assert said_within(60, ["sh", "-c", "cat; exit 3"], "given") == Said(out="given", code=3)
+    assert said_within(60, ["/no/such/program"]).fails == "No such file or directory"
+
+
 def test_this_host_is_read() -> None:
     here = host.host_here()
     assert here.cores >= 1 and here.memory > 0 and here.interfaces
@@ -605,20 +642,20 @@ def said(*lines: object) -> str:
 
 
 def test_a_small_process_that_ends_early_leaves_what_it_had_and_names_its_step() -> None:
-    hung = measured_of(said(*LINES) + '["done", "su', why="no end after 30 s", nccl_log=NCCL_LOG)
+    hung = measured_of(Said(out=said(*LINES) + '["done", "su', is_late=True), nccl_log=NCCL_LOG)
     assert (hung.failed, hung.why, list(hung.figures)) == ("sums", "no end after 30 s", ["device"])
     assert hung.transports == ("P2P/CUMEM",)
-    told = measured_of(said(*LINES, ["failed", "sums", "it is broken"]), why="exit code 5")
+    told = measured_of(Said(out=said(*LINES, ["failed", "sums", "it is broken"]), code=5))
     assert (told.failed, told.why) == ("sums", "it is broken")
-    silent = measured_of("", why="cannot import torch")
+    silent = measured_of(Said(err="Traceback\nerror: cannot import torch", code=1))
     assert (silent.failed, silent.why) == ("start", "cannot import torch")
-    whole = measured_of(said(*LINES[:2]), why=None)
+    whole = measured_of(Said(out=said(*LINES[:2]), code=0))
     assert (whole.failed, whole.why) == ("", "")
 
 
 def test_a_small_process_that_ends_because_of_another_names_no_step() -> None:
     """The rank with the fault does."""
-    assert measured_of(said(*LINES[:2]), why="rank 1 is gone").failed == ""
+    assert measured_of(Said(out=said(*LINES[:2]), err="error: rank 1 is gone", code=5)).failed == ""
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,7 @@ class PlanConf(TaskConf):
 
 @dataclass
 class CalibrateConf(TaskConf):
-    """Check whether this machine is fit, and measure its constants for plans.
+    """Check this machine, and measure its constants for plans.
 
     The check says within a minute what is wrong, and what to do; where it finds a fault the exit code is 1.
     The constants are written as a cluster. To use it: --config-dir FOLDER cluster=calibrated.

@@ -38,7 +38,7 @@ from llama_ssp.tasks.machine.host import c_compiler, cache_folders, cxx_compiler
 from llama_ssp.tasks.machine.small import measured_apart, measured_here
 
 CHECK_S = 60.0  # the screen is there by then
-LAST_S = 5.0  # for what comes after the trial
+LAST_S = 10.0  # for what comes before and after: Python starts, the ranks end
 
 # In the order of the screen.
 CHECKS: tuple[Callable[[Facts], Findings], ...] = (
@@ -99,13 +99,14 @@ def facts_here(device: torch.device, ranks: Ranks) -> Facts:
     local_rank = number_of("LOCAL_RANK", 0, MAX_WORLD, default=0)
     is_first = local_rank == 0  # of its node
     nodes = sum(rank == 0 for (rank,) in ranks.gather_ints([local_rank]))
-    node = _node_here() if is_first else None
     build = _build_here()
+    node = _node_here(build.has_gpu) if is_first else None
     on_gpu = may_hang(device)
+    is_apart = any(there for (there,) in ranks.gather_ints([int(on_gpu)]))  # all sum in the same way
     tries_peers = on_gpu and node is not None and _may_share(node.driver)
     ranks.barrier()  # the compilers are done: they would disturb what is measured
 
-    if on_gpu:
+    if is_apart:
         measured = measured_apart(device, ranks, tries_peers)
     else:
         measured = measured_here(steps(device, lambda: ranks, tries_peers))
@@ -149,13 +150,13 @@ def trial(run: RunConf, ranks: Ranks, left_s: float) -> Finding:
     return judged("trial", f"it failed: {attempt.verdict}", [failed])
 
 
-def _node_here() -> NodeFacts:
+def _node_here(has_gpu: bool) -> NodeFacts:
     """Reads what is the same for all ranks of a node; each of these calls has a limit."""
     with ThreadPoolExecutor() as pool:
         driver = pool.submit(driver_here)
         cxx = pool.submit(cxx_compiler, FLAGS)
         c = pool.submit(c_compiler)
-        has_gpus = bool(driver.result().cards) or driver.result().has_device
+        has_gpus = has_gpu or bool(driver.result().cards) or driver.result().has_device
         return NodeFacts(
             driver=driver.result(),
             cxx_compiler=cxx.result(),

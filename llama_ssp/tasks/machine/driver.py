@@ -1,10 +1,13 @@
 """Reads what NVIDIA's driver says of all GPUs of a host, by nvidia-smi. No torch."""
 
 import re
-import subprocess
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from llama_ssp.planner.gpus import gpus_here
+from llama_ssp.tasks.machine.bounded import said_within
 
 SMI = "nvidia-smi"
 ASK_S = 10.0  # without persistence mode the driver first sets all GPUs up
@@ -39,6 +42,7 @@ class Card:
     power_w: float | None
     usual_power_w: float | None
     memory_errors: float | None
+    is_shown: bool = True  # to this process: CUDA_VISIBLE_DEVICES may leave it out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +58,15 @@ class Driver:
 def driver_here() -> Driver:
     """Asks nvidia-smi."""
     said, fails = _said_by(QUERY)
-    topology, _ = _said_by(TOPOLOGY) if said.count("\n") > 1 else ("", "")
+    cards = cards_of(said)
+    topology = ""
+    if len(cards) > 1:
+        topology, _ = _said_by(TOPOLOGY)
+    shown = {gpu.uuid for gpu in gpus_here()} & {card.uuid for card in cards}
+    if shown:  # parts of a GPU have names of their own
+        cards = tuple(replace(card, is_shown=card.uuid in shown) for card in cards)
     return Driver(
-        cards=cards_of(said),
+        cards=cards,
         links=links_of(topology),
         fails=fails,
         has_device=DEVICE.exists(),
@@ -104,15 +114,14 @@ def _number(word: str) -> float | None:
 
 def _said_by(command: Sequence[str]) -> tuple[str, str]:
     """Returns what the command prints, and why it fails; where it is not installed, neither."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S)
-    except FileNotFoundError:
+    if shutil.which(command[0]) is None:
         return "", ""
-    except subprocess.TimeoutExpired:
+    said = said_within(ASK_S, command)
+    if said.is_late:
         return "", f"no answer in {ASK_S:g} s"
-    except OSError as error:
-        return "", str(error)
-    if done.returncode:
-        lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+    if said.fails:
+        return "", said.fails
+    if said.code:
+        lines = (said.out + said.err).strip().splitlines() or [f"exit code {said.code}"]
         return "", lines[0]
-    return done.stdout, ""
+    return said.out, ""

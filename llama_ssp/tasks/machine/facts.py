@@ -20,11 +20,15 @@ Figures = dict[str, Any]  # of one step, as JSON has them
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the steps found, by their names; `failed` names the step that did not end well, and `why`."""
+    """What the steps found, by their names; `failed` names the step that did not end well, and `why`.
+
+    `is_late` says that it had no more time.
+    """
 
     figures: dict[str, Figures] = field(default_factory=dict)
     failed: str = ""
     why: str = ""
+    is_late: bool = False
     transports: tuple[str, ...] = ()  # of NCCL: P2P/CUMEM, SHM/direct, NET/IB ...
 
 

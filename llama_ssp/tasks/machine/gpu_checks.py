@@ -132,7 +132,7 @@ def driver(facts: Facts) -> Findings:
 def compute_mode(facts: Facts) -> Findings:
     """Tells whether several processes may use one GPU: the trial needs it next to its rank."""
     cards = facts.node.driver.cards if facts.node else ()
-    modes = sorted({card.mode for card in cards})
+    modes = sorted({card.mode for card in cards if card.is_shown})
     if not modes:
         return
     fix = "nvidia-smi -c DEFAULT (as root; on a cluster ask its administrators)"
@@ -181,13 +181,18 @@ def peer_access(facts: Facts) -> Findings:
         fails = f"copies between GPUs fail: {facts.measured.why}"
         yield judged(PEERS, fails, [Problem(True, Verdict.fault, NO_PEERS)])
         return
-    figures = facts.measured.figures.get(PEERS)
-    if figures is None or not figures["pairs"]:
-        return
-
     links = facts.node.driver.links if facts.node else ()
     by = f" ({', '.join(links)})" if links else ""
-    count = "all" if figures["reachable"] == figures["pairs"] else f"{figures['reachable']} of"
+    figures = facts.measured.figures.get(PEERS)
+    if figures is None:
+        return
+    if not figures["pairs"]:
+        count = len(facts.node.driver.cards) if facts.node else 0
+        if count > 1:
+            yield Finding(name=PEERS, found=f"tried by llama-ssp calibrate ranks={count}{by}")
+        return
+
+    some = "all" if figures["reachable"] == figures["pairs"] else f"{figures['reachable']} of"
     wrong = ", ".join(f"GPU {source} to {target}" for source, target in figures["wrong"])
     problems = [
         Problem(wrong != "", Verdict.fault, NO_PEERS, f"; what is copied arrives wrong: {wrong}"),
@@ -198,7 +203,7 @@ def peer_access(facts: Facts) -> Findings:
             "the others go through the host's memory",
         ),
     ]
-    yield judged(PEERS, f"{count} {figures['pairs']} pairs of GPUs reach each other{by}", problems)
+    yield judged(PEERS, f"{some} {figures['pairs']} pairs of GPUs reach each other{by}", problems)
 
 
 def nccl(facts: Facts) -> Findings:
@@ -326,12 +331,21 @@ def launch_cost(facts: Facts) -> Findings:
 
 def kernels(facts: Facts) -> Findings:
     """Tells whether our kernels for GPUs work here."""
-    figures = facts.measured.figures.get(KERNELS, {"fails": ""})
-    fails = facts.measured.why if facts.measured.failed == KERNELS else figures["fails"]
+    measured = facts.measured
+    if measured.failed == KERNELS and measured.is_late:
+        again = (
+            "check again: what is compiled is kept; if it ends here again, a kernel hangs: engine=eager, and "
+            "report it"
+        )
+        yield judged(KERNELS, f"{measured.why}, compiling them", [Problem(True, Verdict.note, again)])
+        return
+    fails = measured.figures.get(KERNELS, {"fails": ""})["fails"]
+    if measured.failed == KERNELS:
+        fails = measured.why
     if fails:
         fix = "see compiler and cache folder; if they are well, report it: this GPU may be new to the kernels"
         yield judged(KERNELS, f"steps would run eagerly: {fails}", [Problem(True, Verdict.fault, fix)])
-    elif KERNELS in facts.measured.figures:
+    elif KERNELS in measured.figures:
         yield Finding(
             name=KERNELS, found="those for attention and for weights in codes give the right numbers"
         )

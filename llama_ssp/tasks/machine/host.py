@@ -5,7 +5,6 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from llama_ssp.distributed.launcher import IN_MEMORY
 from llama_ssp.models.host_memory import memory_here
 from llama_ssp.models.kept_files import TRITON, cache_folder, compiler, processor, use_safe_triton_folder
 from llama_ssp.report.machine import processor_name
+from llama_ssp.tasks.machine.bounded import said_within
 
 COMPILE_S = 8.0  # for a program of three lines
 FABRIC = Path("/sys/class/infiniband")
@@ -119,13 +119,15 @@ def _tried(path: str | None, program: str, language: str, flags: Sequence[str]) 
         return Compiler(path=None)
     with tempfile.TemporaryDirectory(prefix=IN_TEMPORARY) as folder:
         command = [path, *flags, "-x", language, "-", "-o", str(Path(folder, "tried.so"))]
-        try:
-            done = subprocess.run(command, input=program, capture_output=True, text=True, timeout=COMPILE_S)
-        except (OSError, subprocess.SubprocessError) as error:
-            return Compiler(path=path, fails=str(error))
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    complaint = next((line for line in lines if "error" in line), lines[0])
-    return Compiler(path=path, fails=complaint if done.returncode else "")
+        said = said_within(COMPILE_S, command, program)
+    if said.is_late:
+        fails = f"no end after {COMPILE_S:g} s"
+    elif said.code:
+        lines = said.err.strip().splitlines() or [f"exit code {said.code}"]
+        fails = next((line for line in lines if "error" in line), lines[0])
+    else:
+        fails = said.fails
+    return Compiler(path=path, fails=fails)
 
 
 def cache_folders(with_triton: bool) -> list[CacheFolder]:

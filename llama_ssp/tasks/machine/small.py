@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from llama_ssp.distributed.launcher import import_path
 from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.distributed.signals import CODE_FILE, end_with_parent, leave
 from llama_ssp.errors import DISTRIBUTED, RunError, first_line, one_line, shortened
+from llama_ssp.tasks.machine.bounded import Said, said_within
 from llama_ssp.tasks.machine.device import Measure, steps
 from llama_ssp.tasks.machine.facts import START, Figures, Measured
 
@@ -49,40 +49,28 @@ def measured_here(measures: Iterable[Measure]) -> Measured:
 
 def measured_apart(device: torch.device, ranks: Ranks, tries_peers: bool) -> Measured:
     """Takes the steps in a small process of this rank; all ranks call it."""
+    command = [*COMMAND, str(device), *([PEERS] if tries_peers else [])]
     with tempfile.TemporaryDirectory(prefix="llama-ssp-check-") as folder:
         log = Path(folder, "nccl")
-        output = Path(folder, "output")
-        command = [*COMMAND, str(device), *([PEERS] if tries_peers else [])]
-        errors = ""
-        with output.open("w") as said:
-            try:
-                ended = subprocess.run(
-                    command,
-                    env=_environment(ranks) | {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)},
-                    timeout=LIMIT_S,
-                    stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=subprocess.PIPE,
-                    start_new_session=True,
-                )
-                errors = ended.stderr.decode(errors="replace")
-                late = "" if ended.returncode else None
-            except subprocess.TimeoutExpired:
-                late = f"no end after {LIMIT_S:g} s"
-            except OSError as error:
-                late = f"its process did not start: {error}"
-        return measured_of(
-            output.read_text(encoding="utf-8"),
-            why=None if late is None else late or _last_line(errors),
-            nccl_log=log.read_text(encoding="utf-8", errors="replace") if log.exists() else "",
-        )
+        nccl = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
+        said = said_within(LIMIT_S, command, environment=_environment(ranks) | nccl)
+        nccl_log = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    return measured_of(said, nccl_log)
 
 
-def measured_of(said: str, why: str | None, nccl_log: str = "") -> Measured:
-    """Returns what a small process has said; `why` it ended early, None if it did not."""
+def measured_of(said: Said, nccl_log: str = "") -> Measured:
+    """Returns what a small process has said of each step, and why it ended early, if it did."""
+    why: str | None = None
+    if said.is_late:
+        why = f"no end after {LIMIT_S:g} s"
+    elif said.fails:
+        why = f"its process did not start: {said.fails}"
+    elif said.code:
+        why = _last_line(said.err)
+
     figures: dict[str, Figures] = {}
     step = START
-    for line in said.splitlines():
+    for line in said.out.splitlines():
         try:
             kind, name, given = json.loads(line)
         except ValueError:  # of a library, or cut off
@@ -99,6 +87,7 @@ def measured_of(said: str, why: str | None, nccl_log: str = "") -> Measured:
         figures=figures,
         failed=step if is_failed else "",
         why=(why or "") if is_failed else "",
+        is_late=said.is_late,
         transports=tuple(sorted(set(TRANSPORT.findall(nccl_log)))),
     )
 
