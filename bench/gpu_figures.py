@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -14,22 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from bars import Bar, most, needs, safely
-from contenders import PROMPTS, SMALL, by_us, in_turn, one_round, rounds, texts_run, wait
-from gpu_kernels import best_bandwidth, coded_products, device
+from contenders import PROMPTS, SMALL, by_us, in_turn, one_round, rounds, texts_run
+from gpu_kernels import best_bandwidth, coded_products
 from profiled import GRAPHS, LAUNCHES, WAITS, binned, by_name, called, gaps, kernels, total
+from replays import Replays
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import StaticCache
 
 from llama_ssp import load_pair
-from llama_ssp.config import Drafting, Dtype, SamplingConfig
+from llama_ssp.config import Drafting, RunConf, SamplingConfig
 from llama_ssp.config.compose import composed
-from llama_ssp.models.loader import load_module
-from llama_ssp.pair.session import PairSession
+from llama_ssp.models import experts as mixtures
+from llama_ssp.models.cuda_graphs import SharedMemory
+from llama_ssp.models.graph_sizes import MOST
+from llama_ssp.pair.session import PairSession, ranks_of
+from llama_ssp.placing.pairs import pair_specs
 from llama_ssp.placing.prediction import DEVICE, HELD_BYTES, RESERVED, TENSORS, compare_with_plan
 from llama_ssp.planner.speed import pass_cost
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.tasks.batch import fix_k
 from llama_ssp.tasks.common import memory_of_ranks
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ SLOTS = {False: (64, 2048, 32000), True: (16, 300)}  # tokens before it
 MAX_TOKENS = 512  # of a text, where steps after many tokens are not timed
 TURNS = {False: 11, True: 2}
 NEW = {False: 64, True: 8}  # tokens of a text
-MEMORY = {False: ((1, 448), (8, 448), (64, 448), (1, 32000)), True: ((1, 40), (8, 40), (1, 300))}
+MEMORY = {False: ((64, 448), (1, 448)), True: ((8, 40), (1, 40))}  # rows, and tokens of their prompts
 SHARE_READ = 0.8  # of the best bandwidth, that a step reads
 OVER_PARTS = 1.05  # a round over its steps
 MAX_LAUNCHES, MAX_IDLE = 60, 0.1  # of a round, besides its graphs
@@ -53,25 +56,35 @@ CONTROLS = {
     "penalised": SamplingConfig(repetition_penalty=1.1, min_new_tokens=4),
 }
 PROMPT = {False: 4096, True: 40}  # tokens
-ROWS = {False: (8, 64), True: (2, 3)}
+ROWS = {False: 64, True: 3}
+KEPT_KS = {False: (0, 1, 2, 3, 5, 6, 8), True: (0, 2)}  # besides those that are measured
+ROUNDS = 4  # of texts that only show whether there are graphs
+CHUNK = 512  # tokens that experts get at once
+OFF_BY = 2e-2  # products of experts by two kernels, in bf16
 EXPERTS = "gpt-oss-20b", "model.experts=128", "model.experts_per_token=8", "model.n_layers=2"
 LARGE_GIB = 100  # of a GPU that holds 30B and 7B
 PRODUCTS = re.compile("gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE)  # in names of kernels
 COUNTED = 25  # names of kernels in a table
-REPEATING = "one two three four five six seven eight nine ten. " * 6
+FORMATS = {False: ("bf16", "fp16", "int4", "nf4"), True: ("bf16", "int4")}  # `codes` has int8
 
 
 def session_of(
     small: bool, target: str, draft: str | None, *more: str, max_tokens: int = MAX_TOKENS
 ) -> PairSession:
     """Returns a synthetic pair with compiled steps; the vocabulary of every model is LLaMA's."""
-    words = ["engine=compiled", "task.ignore_eos=true", *more]
-    for role in ("model", "draft") if draft else ("model",):
+    words = [*words_of(small, draft is not None), *more]
+    return load_pair(target, draft, max_tokens=max_tokens, overrides=words).session
+
+
+def words_of(small: bool, has_draft: bool) -> list[str]:
+    """Returns the settings of a synthetic pair with compiled steps."""
+    words = ["engine=compiled", "task.ignore_eos=true"]
+    for role in ("model", "draft") if has_draft else ("model",):
         words += [f"{role}.weights=synthetic", f"{role}.vocab={VOCAB}", f"{role}.context=40960"]
         words += [f"{role}.{size}" for size in SMALL if small]
-    if draft:
+    if has_draft:
         words.append(f"draft.agreement={AGREEMENT}")
-    return load_pair(target, draft, max_tokens=max_tokens, overrides=words).session
+    return words
 
 
 def steps(how: How) -> Iterator[Bar]:
@@ -245,6 +258,8 @@ def _memory(small: bool, rows: int, prompt: int) -> Iterator[Bar]:
         pass
     held = memory_of_ranks(pair.models.held_bytes, pair.placements.target.device, pair.ranks)
     plan = compare_with_plan([pair.measurement("pair", text_run.counts.figures())], held)
+    shared = sum(getattr(model, "_outputs", SharedMemory()).size for model in pair.models.loaded.values())
+    yield Bar(f"{rows} x {prompt}: MiB of logits that graphs share", shared / 2**20)
     pair.close()
     for name in (HELD_BYTES, TENSORS, RESERVED, DEVICE):
         both = plan["memory"][0][name] if plan else {"measured": None}
@@ -287,50 +302,141 @@ def _graphs_of_steps(pair: PairSession) -> int:
 
 
 def _controlled(pair: PairSession, name: str, sampling: SamplingConfig) -> Iterator[Bar]:
-    engine = pair.engine(0, replace(pair.run, sampling=sampling), frozenset())
+    """Rounds are timed; before that, what their graphs give is compared with what the functions give."""
+    run = replace(pair.run, sampling=sampling)
+    with Replays() as replays:
+        work = _rounds_of(pair, run)
+        for _ in range(ROUNDS):
+            work()
+    yield from replays.bars(name)
+
+    work = _rounds_of(pair, run)
+    in_turn({name: work}, 3)  # captures what filters and decides
+    yield Bar(f"{name}: ms of a round", median(in_turn({name: work}, 15)[name]))
+
+
+def _rounds_of(pair: PairSession, run: RunConf) -> Callable[[], object]:
+    """Returns what writes a round of a text."""
+    engine = pair.engine(0, run, frozenset())
     state: Any = engine.prefill([Prompt("0", PROMPTS[0])], 256)
-    works = {name: partial(one_round, engine, state, K)}
-    in_turn(works, 3)  # captures what filters and decides
-    yield Bar(f"{name}: ms of a round", median(in_turn(works, 15)[name]))
+    return partial(one_round, engine, state, K)
 
 
 def rows(how: How) -> Iterator[Bar]:
-    """Tokens a second of 7B with 1B at several rows, without drafts and with K = 4."""
-    for count in ROWS[how.small]:
-        pair = session_of(how.small, "7B", "llama3.2-1b", f"task.batch_size={count}")
-        for k in (0, K):
-            yield from safely(f"{count} rows, K = {k}", _rows(pair, how.small, count, k))
-        pair.close()
+    """7B with 1B at many rows, as a job has them: K by measuring, and graphs of decisions for every K."""
+    count = ROWS[how.small]
+    pair = _job(how.small, count)
+    assert pair.costs is not None
+    best_k = pair.costs.k_for_all
+    yield Bar("the K that is kept after measuring", best_k, note=f"of {len(pair.costs.rounds) - 1} at most")
+    fix_k(pair, {"k": best_k})
+    pair.settle()
+    yield from safely("graphs for every K", _kept_graphs(pair, count, KEPT_KS[how.small]))
+    for k in sorted({0, best_k, K}):
+        yield from safely(f"{count} rows, K = {k}", _rows(pair, how.small, count, k))
+
+
+def _job(small: bool, rows: int) -> PairSession:
+    """Returns the pair of a job, which measures what rounds cost and chooses one K for all rows."""
+    words = ["task=batch", "model=7B", "draft=llama3.2-1b", f"task.batch_size={rows}"]
+    run = composed([*words, *words_of(small, True)])
+    (spec,) = pair_specs(run, [], 1)
+    return PairSession(spec, ranks_of(run)).load(rows, MAX_TOKENS, prompts=_prompts(rows))
+
+
+def _kept_graphs(pair: PairSession, rows: int, ks: tuple[int, ...]) -> Iterator[Bar]:
+    """Whether draws and decisions are graphs at every K, also after rounds of others."""
+    for k in ks:
+        with Replays() as replays:
+            text_run = texts_run(pair, _at(pair.run, k), _prompts(rows), ROUNDS, 0)
+            for _ in text_run.rounds():
+                pass
+        yield from replays.bars(f"{rows} rows, K = {k}")
+
+
+def _at(run: RunConf, k: int) -> RunConf:
+    """Returns the run with this K, or regular sampling."""
+    drafter = Drafting.model if k else Drafting.none
+    return replace(run, speculation=replace(run.speculation, k=k, drafter=drafter, adaptive=False))
+
+
+def _prompts(rows: int) -> list[Prompt]:
+    return [Prompt(str(row), PROMPTS[row % 2]) for row in range(rows)]
 
 
 def _rows(pair: PairSession, small: bool, count: int, k: int) -> Iterator[Bar]:
-    speculation = replace(pair.run.speculation, k=k, drafter=Drafting.model if k else Drafting.none)
-    run = replace(pair.run, speculation=speculation)
-    prompts = [Prompt(str(row), PROMPTS[row % 2]) for row in range(count)]
     for seed in range(2):  # the first one warms up
-        text_run = texts_run(pair, run, prompts, NEW[small], seed)
+        text_run = texts_run(pair, _at(pair.run, k), _prompts(count), NEW[small], seed)
         tokens = sum(len(row.tokens) for step in text_run.rounds() for row in step.rows)
     yield Bar(f"{count} rows, K = {k}: tokens/s", tokens / text_run.counts.decode_s)
 
 
 def experts(how: How) -> Iterator[Bar]:
-    """Two layers with 128 experts, of which a token takes 8: steps, and a prompt's chunks."""
+    """Two layers with 128 experts, of which a token takes 8: steps, and a prompt's chunks, by two kernels."""
     target, *words = EXPERTS
     pair = session_of(how.small, target, None, *words, max_tokens=PROMPT[how.small] + 128)
-    works = steps_after(pair.models.target, SLOTS[how.small][0], (1, K + 1))
+    model: Any = pair.models.target
+    yield Bar("tokens of the largest graph", getattr(model, "most_tokens", MOST), MOST)
+    works = steps_after(model, SLOTS[how.small][0], (1, K + 1))
     for width, times in in_turn(works, TURNS[how.small]).items():
         yield Bar(f"ms of a step of {width} tokens", median(times))
+    yield from safely("a chunk by two kernels", _by_two_kernels(model))
+
     engine, prompt = pair.engine(0), [Prompt("0", tuple(3 + n % 1000 for n in range(PROMPT[how.small])))]
-    taken = in_turn({"prompt": lambda: engine.prefill(prompt, 8)}, 3)
-    yield Bar(f"ms of a prompt of {PROMPT[how.small]} tokens", median(taken["prompt"]))
+    for name, can_group in KERNELS.items():
+        with _grouping(can_group):
+            taken = in_turn({name: lambda: engine.prefill(prompt, 8)}, 3)
+        yield Bar(f"ms of a prompt of {PROMPT[how.small]} tokens, by {name}", median(taken[name]))
+
+
+def _by_two_kernels(model: Any) -> Iterator[Bar]:
+    """The experts of a layer: torch's grouped product beside our kernel, which sorts the pairs."""
+    layer = next(part for part in model.decoder.modules() if isinstance(part, mixtures.Experts))
+    numbers = torch.Generator(model.device).manual_seed(0)
+    router = next(layer.router.parameters())
+    x_TH = torch.randn(CHUNK, router.shape[-1], generator=numbers, device=model.device).to(router.dtype)
+    results = []
+    with torch.inference_mode():
+        for can_group in KERNELS.values():
+            with _grouping(can_group):
+                results.append(layer(x_TH).double())
+    grouped, sorted_pairs = results
+    off = float((sorted_pairs - grouped).norm() / grouped.norm())
+    yield most(f"{CHUNK} tokens: our kernel off by, of torch's grouped product", off, OFF_BY)
+
+
+@contextmanager
+def _grouping(can_group: Callable[..., bool]) -> Iterator[None]:
+    """Has many tokens go through torch's grouped product where `can_group` says so."""
+    usual = mixtures.can_group
+    mixtures.can_group = can_group  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        mixtures.can_group = usual
+
+
+KERNELS: dict[str, Callable[..., bool]] = {
+    "torch's grouped product, where it has one": mixtures.can_group,
+    "our kernel": lambda *_: False,
+}
 
 
 def codes(how: How) -> Iterator[Bar]:
-    """The kernel for weights in codes, and steps of 7B with them."""
+    """The kernel for weights in codes, of few and many rows, and steps of 7B in int8."""
     yield from safely("the kernel for codes", coded_products(how.small))
+    yield from _in_formats(("bf16", "int8"), how.small)
+
+
+def formats(how: How) -> Iterator[Bar]:
+    """Steps of 7B in other number formats."""
+    yield from _in_formats(FORMATS[how.small], how.small)
+
+
+def _in_formats(dtypes: tuple[str, ...], small: bool) -> Iterator[Bar]:
     taken: dict[str, list[float]] = {}
-    for dtype in ("bf16", "int8") if how.small else ("bf16", "fp16", "int8", "int4", "nf4"):
-        yield from safely(dtype, _in(dtype, how.small, taken))
+    for dtype in dtypes:
+        yield from safely(dtype, _in(dtype, small, taken))
     for dtype in sorted(taken.keys() - {"bf16"}):
         for width, sixteen, few in zip((1, K + 1), taken.get("bf16", []), taken[dtype], strict=False):
             limit = INT8_OVER_BF16 if dtype == "int8" and width == 1 else None
@@ -346,43 +452,13 @@ def _in(dtype: str, small: bool, taken: dict[str, list[float]]) -> Iterator[Bar]
         yield Bar(f"{dtype}: ms of a step of {width} tokens", median(times))
 
 
-def smollm2(how: How) -> Iterator[Bar]:
-    """A trained model from a GGUF file: regular, with n-grams of its text, and with layers in their codes."""
-    for dtype in ("bf16", "packed"):
-        words = ["engine=compiled", "task.ignore_eos=true", f"model.dtype={dtype}", "sampling=greedy"]
-        pair = load_pair(how.file("SmolLM2"), max_tokens=MAX_TOKENS, overrides=words).session
-        prompt = Prompt("0", tuple(pair.tokens.encode(REPEATING)))
-        regular = replace(pair.run.speculation, drafter=Drafting.none, k=0)
-        ways = {"regular": regular, "n-grams": replace(regular, drafter=Drafting.ngram, k=8)}
-        for name, speculation in ways.items() if dtype == "bf16" else [("regular", regular)]:
-            run = replace(pair.run, speculation=speculation)
-            for _ in range(2):  # the first one warms up
-                text_run = texts_run(pair, run, [prompt], NEW[how.small], 1)
-                tokens = sum(len(step.rows[0].tokens) for step in text_run.rounds())
-            note = repr(pair.tokens.decode(text_run.replies[0].token_ids))
-            yield Bar(f"{dtype}, {name}: ms/token", 1000 * text_run.counts.decode_s / tokens, note=note)
-        pair.close()
+def replies(how: How) -> Iterator[Bar]:
+    """How long the leader waits for the drafts of a rank on this GPU: both copies, and the hosts between."""
+    from replies import SIZES, measured  # needs tests, which the code of an earlier commit comes without
 
-
-def static_cache(how: How) -> Iterator[Bar]:
-    """7B by transformers' generate with its static cache, for which it compiles a step of one token."""
-    words = ["model=7B", "draft=none", "model.weights=synthetic", f"model.vocab={VOCAB}"]
-    model = composed([*words, *(f"model.{size}" for size in SMALL if how.small)]).model
-    module = load_module(model, None, Dtype.bf16, device(), "model")
-    new, (prompt, _) = NEW[how.small] // 2, PROMPTS
-    cache = StaticCache(config=module.config, max_cache_len=len(prompt) + new + 8)
-    ids = torch.tensor([prompt], device=device())
-
-    def written(length: int) -> float:
-        cache.reset()
-        wait()
-        began = time.perf_counter()
-        module.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, min_new_tokens=length,
-            max_new_tokens=length, eos_token_id=None, pad_token_id=0, do_sample=True, top_k=0,
-        )  # fmt: skip
-        wait()
-        return 1000 * (time.perf_counter() - began)
-
-    written(4)  # compiles
-    yield Bar("ms/token", median((written(new) - written(1)) / (new - 1) for _ in range(3)))
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    sizes, repeats = (SIZES[:1], 3) if how.small else (SIZES, 20)
+    for (rows, k, vocab), (dense_s, sparse_s) in zip(sizes, measured(sizes, device, repeats), strict=True):
+        what = f"{rows} rows, K = {k}, {vocab} tokens: ms of a reply"
+        yield Bar(f"{what}, of which none is 0", 1000 * dense_s)
+        yield Bar(f"{what}, of which few are not", 1000 * sparse_s)

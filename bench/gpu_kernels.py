@@ -36,6 +36,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NUMBERS = {False: 2**31, True: 2**16}  # int32 that are read, 8 GiB: more than any cache holds
 BLOCK, ROUNDS = 4096, 8  # numbers that a program of the read kernel loads at once, and how often
 ROWS = 16  # of a product, at most
+CODED_ROWS = {False: (1, 5, 16, 32, 64, 2048), True: (1, 32)}  # of a product with codes: steps, and a prompt
 # Warps, of which each has some of the inputs; outputs of a program; inputs of a warp's step; stages.
 TILES = ((4, 16, 128, 4), (4, 16, 256, 3), (8, 16, 128, 3), (4, 32, 128, 3), (2, 32, 256, 3), (4, 64, 64, 4))
 BESIDE = 2**28  # bytes of the copies of a matrix that take turns: no cache holds them
@@ -223,7 +224,7 @@ def coded_products(small: bool) -> Iterator[Bar]:
         copies = [replace(weight, codes_NC=code_NK.clone()) for _ in range(count)]  # no cache holds them all
         layers = [CodedLinear(each, None, device()) for each in copies]
         sixteen = [exact_NK.bfloat16() for _ in range(count)]
-        for rows in (1, 5, ROWS, 2 * ROWS, 4 * ROWS, 2048):
+        for rows in CODED_ROWS[small]:
             x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=device())
             exact = x.double() @ exact_NK.T
             what = f"the kernel for {name}, {rows} rows"

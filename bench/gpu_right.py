@@ -1,19 +1,12 @@
-"""Parts of bench/gpu.py: is what a GPU writes right? Each part is a function that yields its figures.
-
-As a script it is a rank of the command that runs out of memory, started by torchrun.
-"""
+"""Parts of bench/gpu.py: is what a GPU writes right? Each part is a function that yields its figures."""
 
 from __future__ import annotations
 
-import json
-import os
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -24,6 +17,7 @@ from xml.etree import ElementTree
 
 import torch
 from bars import Bar, counted, failed, most, needs, safely
+from replays import Replays
 
 from llama_ssp import SamplingConfig, SpeculationConfig, load_pair
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER
@@ -34,15 +28,12 @@ if TYPE_CHECKING:
     from gpu import How
 
 ROOT = Path(__file__).resolve().parents[1]
-RUN = ROOT / "launch" / "run.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENGINES = ("eager", "compiled")
 FP32 = ["model.dtype=fp32"]
 OFF_BY = 1e-5  # of the largest logit: programs with a wrong size were off by 1.7e-3 and more
 # Capacities of caches and lengths of texts: below, at and above whole buckets of 256 slots, full and not.
 CACHES = ((20, 12), (255, 40), (256, 256), (300, 200), (300, 300), (512, 300), (1000, 40), (1000, 1000))
 PROMPTS = ["def hello(name):", "7 * 8 =", "The capital of France is the largest of all the"]
-FEW_BYTES = 0.01  # of the GPU's memory, for the rank that runs out of it
 WINDOW = 64  # tokens that a family with windows sees
 ENDING_S = 15  # for pytest, to write its report
 LINES = 12  # of a failing test's message
@@ -54,13 +45,44 @@ SMALLEST = [  # cases of each kernel
         "experts[None-1-4-2-dtype0-1e-05]",
     )
 ]
-LIMIT_S = 100 if torch.cuda.is_available() else 400  # of a command
+# Of the kernel for codes, a case of each way to decode, and few and many rows; all have run on H200s before.
+NEW_CODES = " or ".join(f"[{table}-{rows}]" for table in ("int8", "uint4", "nf4") for rows in (5, 100))
+CONTROLS = {
+    "top-k": SamplingConfig(temperature=0.9, top_k=20),
+    "top-p": SamplingConfig(top_p=0.9),
+    "min-p": SamplingConfig(min_p=0.05),
+    "penalties": SamplingConfig(repetition_penalty=1.2, presence_penalty=0.3),
+    "biases": SamplingConfig(logit_bias={10: 2.0, 11: -3.0}, bad_tokens=[12]),
+    "all": SamplingConfig(
+        temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.1, logit_bias={10: 1.0}
+    ),
+}
+HEADS = ((32000, 4096), (128256, 2048))  # tokens and inputs of output matrices
+SUMMED = 2.0**-15  # error of sums in fp32; rounded to bf16 or fp16 they have more than twice as much
+# Tokens of prompts: in chunks of 512, of which the last one is a part, whole, or a single token.
+LENGTHS = (513, 1024, 1500)
+PROMPT = max(LENGTHS)
+EARLY = 256  # tokens that a control changes
+ROUNDED = 0.02  # error of a prompt in bf16
 
 
 def tests(how: How) -> Iterator[Bar]:
-    """tests/gpu, four at a time; names and messages of those that fail."""
-    given = ["tests/test_profiled.py"] if how.small else ["tests/gpu"]
-    yield from _tested(given, how, "tests", "-n", "0" if how.small else "4")
+    """tests/gpu, four at a time, without cases that have run before; names and messages of those that fail.
+
+    Those of sums in graphs and of every number format come first: no GPU has run them.
+    """
+    names = ["tests/gpu/test_ranks.py", "tests/gpu/test_steps.py"]
+    if how.small:
+        names = ["tests/test_profiled.py"]
+    chosen = ["-k", f"not kernel_for_codes or {NEW_CODES}"]
+    yield from _tested([*names, *chosen], how, "tests", "-n", "0" if how.small else "4")
+
+
+def known_tests(how: How) -> Iterator[Bar]:
+    """The cases of tests/gpu that `tests` leaves out."""
+    names = ["tests/test_profiled.py"] if how.small else ["tests/gpu/test_steps.py"]
+    chosen = [] if how.small else ["-k", f"kernel_for_codes and not ({NEW_CODES})"]
+    yield from _tested([*names, *chosen], how, "known_tests", "-n", "0" if how.small else "4")
 
 
 def again(how: How) -> Iterator[Bar]:
@@ -144,13 +166,13 @@ def _off(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def _write(family: str, folder: Path, small: bool) -> None:
+def _write(family: str, folder: Path, small: bool, dtype: torch.dtype = torch.float32) -> None:
     """A random checkpoint with the shipped tokenizer."""
     sizes: dict[str, Any] = {"hidden_size": 64 if small else 256, "num_attention_heads": 8}
     sizes |= {"intermediate_size": 512, "vocab_size": 4096, "max_position_embeddings": 2048}
     if family == "mistral-window":
         sizes["sliding_window"] = WINDOW
-    module = build(family, mild=True, **sizes)
+    module = build(family, dtype=dtype, mild=True, **sizes)
     module.save_pretrained(folder)
     for file in (SHIPPED_FOLDER / "demo").glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -214,9 +236,98 @@ def _texts_with_head() -> Iterator[Bar]:
     yield counted(differing, len(PROMPTS), "demo_head: texts that differ between engines")
 
 
-def _text(pair: Any, prompts: list[str], k: int, length: int) -> list[list[int]]:
-    how = {"sampling": SamplingConfig(), "speculation": SpeculationConfig(k=k), "seed": 7}
-    return [one.token_ids for one in pair.generate(prompts, max_new_tokens=length, **how)]
+def _text(
+    pair: Any, prompts: list[str], k: int, length: int, sampling: SamplingConfig | None = None
+) -> list[list[int]]:
+    speculation = SpeculationConfig(k=k)
+    done = pair.generate(
+        prompts, max_new_tokens=length, sampling=sampling or SamplingConfig(), speculation=speculation, seed=7
+    )
+    return [completion.token_ids for completion in done]
+
+
+def controlled(how: How) -> Iterator[Bar]:
+    """Texts in fp32 under each sampling control are the same by each engine, also those of one row."""
+    length = 5 if how.small else 40
+    names = ("top-p", "all") if how.small else tuple(CONTROLS)
+    written: dict[str, dict[str, list[Any]]] = {}
+    for engine in ENGINES:
+        words = [f"engine={engine}", *FP32, "draft.dtype=fp32"]
+        with (
+            Replays() as replays,
+            load_pair("demo", "demo_draft", batch_size=3, max_tokens=300, overrides=words) as pair,
+        ):
+            for name, k, prompts in product(names, (0, 4), (PROMPTS[:1], PROMPTS)):
+                texts_of_engine = written.setdefault(f"{name}, K = {k}", {}).setdefault(engine, [])
+                texts_of_engine += _text(pair, prompts, k, length, CONTROLS[name])
+    for what, by_engine in written.items():
+        eager, compiled = by_engine["eager"], by_engine["compiled"]
+        differing = sum(text != expected for text, expected in zip(compiled, eager, strict=True))
+        yield counted(differing, len(eager), f"{what}: texts that differ between engines")
+    yield from replays.bars("texts")
+
+
+def numbers(how: How) -> Iterator[Bar]:
+    """Products with an output in fp32, and prompts in chunks without a mask."""
+    yield from safely("products in fp32", _in_fp32(how.small))
+    yield from safely("a prompt in chunks", _in_chunks(how.small))
+
+
+def _in_fp32(small: bool) -> Iterator[Bar]:
+    """Products of an output matrix of 16 bit, compared with exact ones; a control has rounded ones."""
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    numbers = torch.Generator(device).manual_seed(0)
+    for dtype, (outputs, inputs) in product((torch.bfloat16, torch.float16), HEADS):
+        if small:
+            outputs = 1000
+        weight_NK = torch.randn(outputs, inputs, generator=numbers, device=device).to(dtype)
+        weight_NK /= inputs**0.5
+        for rows in (1, 5, 64):
+            x_TK = torch.randn(rows, inputs, generator=numbers, device=device).to(dtype)
+            exact_TN = x_TK.double() @ weight_NK.double().T
+            logit_TN = torch.ops.llama_ssp.linear_in_fp32(x_TK, weight_NK)
+            what = f"{str(dtype).removeprefix('torch.')}, {outputs} x {inputs}, {rows} rows"
+            yield most(f"{what}: an output in fp32 is off by", _norm_off(logit_TN, exact_TN), SUMMED)
+            rounded = _norm_off(exact_TN.to(dtype), exact_TN)
+            yield Bar(f"{what}: control: a rounded one is off by", rounded, 2 * SUMMED)
+
+
+def _in_chunks(small: bool) -> Iterator[Bar]:
+    """Logits after prompts in bf16, with those of the same weights in fp32; a control has another chunk."""
+    with tempfile.TemporaryDirectory() as folder:
+        _write("llama-gqa", Path(folder), small, torch.bfloat16)
+        logits_of: dict[str, list[torch.Tensor]] = {}
+        for dtype in ("fp32", "bf16"):
+            words = [f"model.dtype={dtype}", "engine=eager"]
+            with load_pair(folder, max_tokens=PROMPT + 8, overrides=words) as pair:
+                for first in (3, 4):
+                    logits_of[f"{dtype}, {first}"] = _after_prompts(pair, first)
+    for number, length in enumerate(LENGTHS):
+        expected_V = logits_of["fp32, 3"][number]
+        off = _norm_off(logits_of["bf16, 3"][number], expected_V)
+        yield most(f"a prompt of {length} tokens: logits in bf16 off by", off, ROUNDED)
+        other = _norm_off(logits_of["bf16, 4"][number], expected_V)
+        yield Bar("control: off by, if the first tokens are others", other, 2 * ROUNDED)
+
+
+def _after_prompts(pair: Any, first: int) -> list[torch.Tensor]:
+    """Logits after prompts of LENGTHS, whose first EARLY tokens are drawn by `first`."""
+    model = pair._session.models.target
+    ids = torch.randint(3, 4000, (1, PROMPT + 1), generator=torch.Generator().manual_seed(1))
+    early = torch.randint(3, 4000, (EARLY,), generator=torch.Generator().manual_seed(first))
+    ids[0, :EARLY] = early
+    ids = ids.to(model.device)
+    result = []
+    for length in LENGTHS:
+        runner = ModelRunner(model)
+        runner.start(1, PROMPT + 1)
+        runner.prefill(ids, [length])
+        result.append(runner.logits(ids, [length + 1], [1])[0, 0].float().cpu())
+    return result
+
+
+def _norm_off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
 class _Captures:
@@ -248,121 +359,3 @@ class _Captures:
             yield Bar(f"{key}: captures while the first prompt is continued", first)
             yield most(f"{key}: captures of the later prompts", sum(new for new, _ in later), 0)
             yield most(f"{key}: MiB reserved more after the last prompt", later[-1][1] - before, 0)
-
-
-def ranks(how: How) -> Iterator[Bar]:
-    """Two ranks on one GPU, over gloo: the text is that of one process."""
-    engine, tokens = ("eager", 12) if how.small else ("compiled", 200)
-    new = f"task.max_new_tokens={tokens}"
-    alone = _ran([str(RUN), *_words("eager"), new]).texts()
-    for placement in ("own",) if how.small else ("leader", "sharded", "own"):
-        done = _ran([*TORCHRUN, str(RUN), *_words(engine), new, f"placement={placement}"])
-        wrong = sum(a != b for a, b in zip(done.texts(), alone, strict=True))
-        what = f"{placement}: texts unlike those of one process"
-        yield most(what, wrong, 0, "; ".join([f"{done.seconds:.0f} s", *done.errors()])[:160])
-    if not torch.cuda.is_available():
-        yield needs("sharded in 8 bit: commands that fail")
-        return
-    words = [*_words(engine), "model.dtype=int8", "placement=sharded", new]
-    done = _ran([*TORCHRUN, str(RUN), *words])
-    what = "sharded in 8 bit: commands that fail"
-    yield most(what, int(done.code != 0), 0, "; ".join(done.errors())[:160])
-
-
-def start(how: How) -> Iterator[Bar]:
-    """The command as it is typed: its GPU and its K are the plan's; more ranks than GPUs are refused."""
-    models = ["demo", "demo_draft"] if how.small else ["llama3.1-8b", "llama3.2-1b"]
-    words = [str(RUN), "generate", *models, "prompt=1 2", "seed=5", "out=null", "output=json"]
-    if not how.small:
-        words += ["model.weights=synthetic", "draft.weights=synthetic"]
-    dry = _ran([*words, "--dry-run"])
-    yield most("a dry run fails", int(dry.code != 0), 0, "; ".join(dry.errors()) or dry.last())
-    done = _ran(words)
-    yield most("the command fails", int(done.code != 0), 0, "; ".join(done.errors())[:160] or done.last())
-    if not torch.cuda.is_available():
-        yield needs("two ranks on one GPU: ends otherwise than with one line that says so")
-        return
-    yield from _ended("two ranks on one GPU", _ran([*words, "ranks=2"]), "a GPU for each rank")
-
-
-def faults(how: How) -> Iterator[Bar]:
-    """A rank that is killed, and one that runs out of memory: all end, with one line that says why."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    fault = {"FAULT": "SIGKILL,verify,other rank", "PYTHONPATH": path}
-    words = [*_words("eager"), "placement=leader"]
-    done = _ran([*TORCHRUN, "-m", "tests.distributed.faults", *words], **fault)
-    struck = float((done.folder / "struck").read_text()) if (done.folder / "struck").exists() else 0.0
-    yield from _ended("a killed rank", done, "is gone")
-    yield most("a killed rank: seconds until all have ended", done.ended - struck, 10)
-    if not torch.cuda.is_available():
-        yield needs("a rank without memory: ends otherwise than with one line that says so")
-        return
-    model = [
-        "model=7B",
-        "model.weights=synthetic",
-        "draft=none",
-        "placement=sharded",
-        "out=null",
-        "prompt=1 2",
-    ]
-    yield from _ended("a rank without memory", _ran([*TORCHRUN, __file__, *model]), "memory")
-
-
-def _ended(what: str, done: _Done, said: str) -> Iterator[Bar]:
-    errors = done.errors()
-    wrong = done.code == 0 or len(errors) != 1 or said not in errors[0]
-    what = f"{what}: ends otherwise than with one line that says so"
-    yield most(what, int(wrong), 0, "; ".join(errors)[:200] or done.last())
-
-
-class _Done:
-    """A command that has ended."""
-
-    def __init__(self, code: int, out: str, err: str, seconds: float, folder: Path) -> None:
-        self.code, self._out, self._err, self.seconds, self.folder = code, out, err, seconds, folder
-        self.ended = time.time()
-
-    def errors(self) -> list[str]:
-        return [line for line in self._err.splitlines() if line.startswith("error:")]
-
-    def last(self) -> str:
-        """What it said last, where there is no line for a user."""
-        return f"exit code {self.code}; {' '.join(self._err.splitlines()[-3:])[-200:]}"
-
-    def texts(self) -> list[list[int]]:
-        """Token ids of each prompt's text; empty lists where the command has failed."""
-        if self.code:
-            return [[]] * len(PROMPTS)
-        return [one["token_ids"] for one in json.loads(self._out.splitlines()[-1])["outputs"]]
-
-
-def _words(engine: str) -> list[str]:
-    given = json.dumps(PROMPTS)
-    how = ["model.dtype=fp32", "draft.dtype=fp32", f"engine={engine}", "seed=5", "out=null", "output=json"]
-    return [f"task.prompts={given}", *how]
-
-
-def _ran(words: list[str], **env: str) -> _Done:
-    """Python with these words, in a folder of its own; code 124 if it does not end."""
-    folder = Path(tempfile.mkdtemp())
-    began = time.monotonic()
-    with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
-        threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [sys.executable, *words], cwd=folder, stdout=out, stderr=err, env={**os.environ, **threads, **env}
-        )
-        try:
-            code = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its ranks
-            process.wait()
-            code = 124
-    said, told = ((folder / name).read_text() for name in ("out", "err"))
-    return _Done(code, said, told, time.monotonic() - began, folder)
-
-
-if __name__ == "__main__":
-    if os.environ["RANK"] == "1":
-        torch.cuda.set_per_process_memory_fraction(FEW_BYTES, 0)
-    sys.path.insert(0, str(RUN.parent))
-    runpy.run_path(str(RUN), run_name="__main__")

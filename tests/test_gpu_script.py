@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +14,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 import gpu
-from gpu_bring import cut, join
 from gpu_kernels import BLOCK, ROUNDS, ROWS, TILES, multiply, read
+from replays import Replays
 
+from llama_ssp.models.cuda_graphs import GraphedModel
 from tests.test_triton import require_compiled, tensor
 from tests.warm import ROOT, python
 
-NEED_MORE = ("races", "smollm2", "beside")  # a tool of CUDA; files that are brought along
+NEED_MORE = ("races", "beside")  # a tool of CUDA; a file that is brought along
 INTERPRETED = ("bandwidth", "products")
 ELSEWHERE = (*NEED_MORE, *INTERPRETED)
 SCRIPT = ROOT / "bench" / "gpu.py"
@@ -33,7 +36,7 @@ def test_a_rehearsal_survives_every_failure():
     for said in (
         "killed by SIGKILL", "stopped after 2 s", "the GPU has fallen off the bus", "No space left on device",
         "needs torch.no_such_name, which is not here", "a pretended card, driver 0.0, 1980 of 1980 MHz",
-        "next: python bench/gpu.py call=4", "expected beside seen", "small o 48 x 160, 5 rows: error",
+        "next: python bench/gpu.py call=3", "expected beside seen", "small o 48 x 160, 5 rows: error",
     ):  # fmt: skip
         assert said in done.stdout, said
     assert "parts.jsonl is not written" in done.stderr and "full.tar.gz is not written" in done.stderr
@@ -76,59 +79,82 @@ def test_calls_fit_into_their_time():
     assert figures <= {part.name for part in gpu.PARTS}
 
 
-STATES = dict(machine="ended", tests="stopped", logits="ended", steps="raised", products="no time")
+STATES = dict(machine="ended", tests="stopped", texts="ended", codes="raised", steps="no time")
 RECORDS = [{"part": name, "state": state} for name, state in STATES.items()]
 
 
-def due(gpus: int) -> list[str]:
-    """The parts of a second call, in their order."""
-    return [part.name for part in gpu.due(gpus, RECORDS)]
+def due(call: int) -> list[str]:
+    """The parts that a call runs after that first one, in their order."""
+    return [part.name for part in gpu.due(call, RECORDS)]
 
 
 def test_a_second_call_runs_what_is_left():
     """And looks at the machine again."""
-    assert due(2)[0] == "machine" and "logits" not in due(2)
+    assert due(2)[0] == "machine" and "texts" not in due(2)
 
 
 def test_a_second_call_runs_failures_last():
-    assert due(2)[-2:] == ["tests", "steps"]
+    assert due(2)[-2:] == ["tests", "codes"]
 
 
 def test_a_second_call_keeps_to_the_order_of_the_parts():
-    assert due(2).index("products") < due(2).index("large") < due(2).index("beside")
+    assert due(2).index("steps") < due(2).index("ranks") < due(2).index("large")
 
 
-def test_a_part_for_two_gpus_is_not_run_on_one():
-    assert "beside" not in due(1)
+def test_a_part_of_a_later_call_is_not_run():
+    assert not {"ranks", "beside"} & {*due(1)}
 
 
-CONTENTS = {"a.whl": b"1234567", "b.gguf": bytes(range(40)), "c.txt": b"xyz"}
+def test_what_has_run_before_comes_last():
+    assert not {"logits", "races", "bandwidth", "products"} & {*due(1), *due(2)}
+    assert {"logits", "races", "bandwidth", "products"} <= {*due(3)}
 
 
-@pytest.fixture
-def pieces(tmp_path: Path) -> list[Path]:
-    """Folders of 16 bytes, to which files were cut."""
-    files = []
-    for name, content in CONTENTS.items():
-        (tmp_path / name).write_bytes(content)
-        files.append(tmp_path / name)
-    return cut(files, tmp_path / "bring", 16)
+def test_two_calls_fit_into_what_a_session_is_lent():
+    """It is lent 900 s; about 150 pass until the machine is there, and with what is copied to it and back."""
+    assert gpu.SECONDS[1] + gpu.SECONDS[2] <= 750 and gpu.SECONDS[1] <= 600
 
 
-def test_what_is_brought_along_is_cut_to_its_bound(pieces: list[Path]):
-    assert [sum(file.stat().st_size for file in piece.iterdir()) for piece in pieces] == [16, 16, 16, 2]
+def test_parts_that_time_something_run_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Those that time nothing run with their neighbours."""
+    running, most = [], dict[str, int]()
+
+    def run(call: gpu.Call, part: gpu.Part) -> None:
+        running.append(part.name)
+        time.sleep(0.2)
+        most[part.name] = len(running)
+        running.remove(part.name)
+
+    monkeypatch.setattr(gpu.Call, "run", run)
+    call = gpu.Call(gpu.Asked(folder=str(tmp_path)), gpu.Card(pretended=True))
+    call.run_all([part for part in gpu.PARTS if part.call == 2])
+    assert most["large"] == 1 and max(most["ranks"], most["faults"]) == 2
 
 
-@pytest.mark.usefixtures("pieces")
-def test_what_is_brought_along_is_joined(tmp_path: Path):
-    assert join(tmp_path / "bring", tmp_path / "brought") == []
-    assert {file.name: file.read_bytes() for file in (tmp_path / "brought").iterdir()} == CONTENTS
+class Doubled(GraphedModel):
+    """Graphs of this model give twice what their functions give."""
+
+    def __init__(self) -> None:
+        self._functions = {}
+
+    def replay(self, function: Any, *given: torch.Tensor) -> torch.Tensor:
+        self._functions[function, *((each.shape, each.dtype) for each in given)] = partial(function)
+        return 2 * function(*given)
 
 
-def test_a_file_that_lacks_a_piece_is_not_joined(pieces: list[Path], tmp_path: Path):
-    next(pieces[1].iterdir()).unlink()
-    assert join(tmp_path / "bring", tmp_path / "other") == ["b.gguf: a piece is missing"]
-    assert not (tmp_path / "other" / "b.gguf").exists()
+def negative(x: torch.Tensor) -> torch.Tensor:
+    return -x
+
+
+def test_wrong_graphs_are_seen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(GraphedModel, "replay", Doubled.replay)
+    monkeypatch.delattr(Doubled, "replay")
+    usual = GraphedModel.replay
+    with Replays() as replays:
+        for x in (torch.ones(2), torch.zeros(2), torch.tensor([1]), torch.tensor([0])):
+            Doubled().replay(negative, x)
+    assert (replays.by_graph, replays.differing, replays.without) == (4, 2, 0)
+    assert GraphedModel.replay is usual
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llama_ssp.planner.gpus import gpus_here
+from llama_ssp.distributed.gpus import gpus_here
 from llama_ssp.tasks.machine.bounded import said_within
 
 SMI = "nvidia-smi"
