@@ -15,9 +15,7 @@ from tests.test_layers import MODULES, PACKAGE, Module
 
 # Folders (without those inside them) and loose files where some rule does not hold yet. It can only shrink:
 # a place that keeps all rules must leave it, and no place may be added.
-ROOMS_TO_DO = {
-    "planner",
-}
+ROOMS_TO_DO: set[str] = set()
 
 MAX_UNNAMED = 5  # fields of a class that may be given by position
 

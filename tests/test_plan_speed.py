@@ -186,7 +186,7 @@ def test_the_speed_up_is_the_papers_where_verifying_costs_a_step() -> None:
     times = paper(0.1, 1.03)
     speedup = 1000 / times.ms_per_token(0.8, 4)
     assert speedup == pytest.approx(tokens_per_round(0.8, 4) / (4 * 0.1 + 1.03))
-    best = speed.at_acceptance(times, 0.8, 1000.0)
+    best = speed.at_acceptance([times], 0.8, 1000.0)
     assert speedup <= best["speedup"] == pytest.approx(1000 / times.ms_per_token(0.8, best["k"]))
 
 
@@ -197,9 +197,9 @@ def test_rows_share_the_time_of_a_round() -> None:
 
 def test_drafting_pays_from_the_acceptance_that_a_round_costs() -> None:
     """With K = 1 it pays when 1 + a exceeds what a round costs."""
-    assert speed.break_even(paper(0.3, 1.05), 1000.0) == pytest.approx(0.35, abs=2e-3)
-    assert speed.break_even(paper(20.0, 1.0), 1000.0) is None
-    assert speed.break_even(speed.RoundTimes(draft=0.0, verify=(1.0,), rows=1), 1000.0) is None
+    assert speed.break_even([paper(0.3, 1.05)], 1000.0) == pytest.approx(0.35, abs=2e-3)
+    assert speed.break_even([paper(20.0, 1.0)], 1000.0) is None
+    assert speed.break_even([speed.RoundTimes(draft=0.0, verify=(1.0,), rows=1)], 1000.0) is None
 
 
 def test_a_draft_that_runs_ahead() -> None:
@@ -410,3 +410,11 @@ def test_when_a_draft_of_the_targets_own_weights_pays() -> None:
     same = make_plan(on_cpu(own, 8, replace(own, dtype=Dtype.int4)))
     assert same.pays_from is None or same.pays_from > 0.95
     assert "drafting does not pay" in same.sentence()
+
+
+def test_where_drafting_pays_does_not_depend_on_the_acceptance_that_is_asked_for() -> None:
+    """At a low one the fastest placement does not draft: others would, at a higher one."""
+    low, high = (make_plan(request("30B", "7B", H100, acceptance=rate)) for rate in (0.2, 0.9))
+    assert low.chosen.k == 0 and high.chosen.k > 0
+    assert low.pays_from == high.pays_from and low.acceptances == high.acceptances
+    assert low.acceptances[-1]["speedup"] > 1.5

@@ -52,7 +52,7 @@ def advice(request: PlanRequest, chosen: Option, worlds: list[int]) -> list[str]
     if chosen.verdict is FitVerdict.fits:
         return []
     changes = list(islice(_tried(request, chosen, worlds), MOST_ADVICE))
-    if len(changes) < MOST_ADVICE:
+    if len(changes) < MOST_ADVICE and not _first(_on_more_gpus(request)):
         changes += _first(_on_more_nodes(request))
     return changes
 

@@ -23,7 +23,7 @@ MOST_OF_NODE = 8  # GPUs, of those that are sold one by one
 GPU_RESERVE = 256 * MIB  # of a GPU's free memory: kernels that are loaded later, and what others take
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """A cluster with every figure. `capacity` is a GPU's bytes, or the CPU's memory, less the reserve.
 
@@ -76,20 +76,33 @@ class Machine:
         return self.capacity // -(-world // self.nodes) if self.is_cpu else self.capacity
 
     def dtype(self, conf: Dtype) -> Dtype:
-        """Resolves `auto` as by the loader."""
+        """Resolves `auto` as the loader does."""
         if conf is not Dtype.auto:
             return conf
-        return Dtype.bf16 if self.bf16 else Dtype.fp32 if self.is_cpu else Dtype.fp16
+        if self.bf16:
+            return Dtype.bf16
+        return Dtype.fp32 if self.is_cpu else Dtype.fp16
 
     def store(self, compiled: bool) -> Storage:
         """Returns how its kernels keep the weights of a model, whose steps may be compiled."""
-        return Storage(kernel=CPU if self.is_cpu else CUDA if self.bf16 else OLD, compiled=compiled)
+        if self.is_cpu:
+            kernel = CPU
+        else:
+            kernel = CUDA if self.bf16 else OLD
+        return Storage(kernel=kernel, compiled=compiled)
 
     def in_words(self) -> str:
-        what = f"{self.gpu}, {self.capacity / GIB:.1f} GiB"
-        if self.world > 1:
-            what = f"{self.world} x {what}{' each' * (not self.is_cpu)}{', ' * bool(self.link)}{self.link}"
-        return f"{self.name}: {what}{f' on {self.nodes} nodes' if self.nodes > 1 else ''}"
+        words = f"{self.name}: "
+        memory = f"{self.capacity / GIB:.1f} GiB"
+        if self.world == 1:
+            words += f"{self.gpu}, {memory}"
+        else:
+            each = "" if self.is_cpu else " each"
+            link = f", {self.link}" if self.link else ""
+            words += f"{self.world} x {self.gpu}, {memory}{each}{link}"
+        if self.nodes > 1:
+            words += f" on {self.nodes} nodes"
+        return words
 
 
 def machine_of(
@@ -188,7 +201,9 @@ def _completed(cluster: ClusterConf) -> ClusterConf:
     blank = ClusterConf()
     of_gpu = [name for name in preset if name not in ("name", "times", "reserve", "gpus", "nodes")]
     open_figures = {name: preset[name] for name in of_gpu if getattr(cluster, name) == getattr(blank, name)}
-    times = cluster.times if cluster.times != TimesConf() else TimesConf(**preset.get("times", {}))
+    times = cluster.times
+    if times == TimesConf():
+        times = replace(times, **preset.get("times", {}))
     return replace(cluster, **open_figures, times=times)
 
 

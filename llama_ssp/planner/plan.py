@@ -12,16 +12,17 @@ from llama_ssp.planner.fit import FitVerdict, RankMemory
 from llama_ssp.planner.search import (
     Option,
     PlanRequest,
+    Regular,
     cost_of,
     option,
-    regular_ms,
+    regular_sampling,
     search,
     slower_than_16_bit,
 )
 from llama_ssp.planner.speed import ACCEPTANCES, at_acceptance, break_even, prefill_s
 from llama_ssp.planner.storage import WEIGHTS
 from llama_ssp.planner.weights import CACHE
-from llama_ssp.planner.workload import DRAFT, GIB, TARGET, MemoryLine
+from llama_ssp.planner.workload import ALL_EAGER, DRAFT, GIB, TARGET, MemoryLine
 
 MANY = 16  # ranks up to which every number of them is tried
 PARTS = ("target weights", "target caches", "draft weights", "draft caches", "work", "libraries")
@@ -34,7 +35,7 @@ class Plan:
     request: PlanRequest
     chosen: Option
     options: list[Option]
-    regular_ms: float
+    regular: Regular
     prefill_ms: float
     acceptances: list[dict[str, float]]
     pays_from: float | None
@@ -44,6 +45,17 @@ class Plan:
     @property
     def verdict(self) -> FitVerdict:
         return self.chosen.verdict
+
+    @property
+    def regular_ms(self) -> float:
+        """Returns ms/token of the best regular sampling."""
+        return self.regular.ms_per_token
+
+    @property
+    def eager_ms(self) -> float:
+        """Returns ms/token of the chosen placement where all steps run eagerly, at its best K."""
+        eagerly = replace(self.request, steps=ALL_EAGER, k=None)
+        return option(eagerly, self.chosen.placement).ms_per_token
 
     @property
     def runs(self) -> bool:
@@ -180,20 +192,22 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
     request = replace(request, work=replace(request.work, prefill_chunk=chosen.prefill_chunk))
 
     if chosen.placement.splitting is Splitting.layers:
-        regular = chosen.regular_ms  # by layers, too
+        regular = Regular(ms_per_token=chosen.regular_ms, ranks=1)  # by layers, too
     else:
-        regular = regular_ms(request, options, worlds)
+        regular = regular_sampling(request, options, worlds)
     points: list[dict[str, float]] = []
     pays_from = None
     if len(chosen.times.verify) > 1:
-        points = [at_acceptance(chosen.times, acceptance, regular) for acceptance in ACCEPTANCES]
-        pays_from = break_even(chosen.times, regular)
+        # At another acceptance another placement may be the fastest.
+        every = [one.times for one in options if one.runs] or [chosen.times]
+        points = [at_acceptance(every, acceptance, regular.ms_per_token) for acceptance in ACCEPTANCES]
+        pays_from = break_even(every, regular.ms_per_token)
 
     return Plan(
         request=request,
         chosen=chosen,
         options=options,
-        regular_ms=regular,
+        regular=regular,
         prefill_ms=1000 * target_prefill_s(request, chosen.placement, request.work.rows),
         acceptances=points,
         pays_from=pays_from,

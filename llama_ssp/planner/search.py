@@ -359,11 +359,20 @@ def messages(placement: Placement, k: int) -> int:
     return sum((to_target, to_draft, placement.draft_apart and k > 0))
 
 
-def regular_ms(request: PlanRequest, options: list[Option], worlds: list[int]) -> float:
-    """Returns ms/token of the best regular sampling: the target alone where it fits, else in an option."""
+@dataclass(frozen=True, kw_only=True)
+class Regular:
+    """Sampling without drafts, which speed-ups are over: its time, and on how many ranks it is so fast."""
+
+    ms_per_token: float
+    ranks: int
+
+
+def regular_sampling(request: PlanRequest, options: list[Option], worlds: list[int]) -> Regular:
+    """Returns the best regular sampling: the target alone where it fits, else in an option."""
     alone = replace(request, draft=None, text_drafts=False, k=None)
     with suppress(DistributedError):
         best = search(alone, worlds)[0]
         if best.runs:
-            return best.ms_per_token
-    return min(planned.regular_ms for planned in options)
+            return Regular(ms_per_token=best.ms_per_token, ranks=best.placement.world)
+    fastest = min(options, key=lambda planned: planned.regular_ms)
+    return Regular(ms_per_token=fastest.regular_ms, ranks=fastest.placement.world)

@@ -9,6 +9,7 @@ preallocated caches; elsewhere the band is wide, and task=calibrate measures.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llama_ssp.config import Dtype, Overlap, TimesConf
@@ -285,8 +286,9 @@ class RoundTimes:
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
-def at_acceptance(times: RoundTimes, acceptance: float, regular_ms: float) -> dict[str, float]:
-    """Returns the best K at an acceptance, and its speed-up over regular sampling, named as in the JSON."""
+def at_acceptance(every: Sequence[RoundTimes], acceptance: float, regular_ms: float) -> dict[str, float]:
+    """Returns the best of these placements at an acceptance, with its best K, named as in the JSON."""
+    times = min(every, key=lambda one: one.ms_per_token(acceptance, one.best_k(acceptance)))
     k = times.best_k(acceptance)
     ms = times.ms_per_token(acceptance, k)
     return {
@@ -298,12 +300,15 @@ def at_acceptance(times: RoundTimes, acceptance: float, regular_ms: float) -> di
     }
 
 
-def break_even(times: RoundTimes, regular_ms: float) -> float | None:
-    """Returns the acceptance from which drafting pays; None if it never does."""
-    ks = range(1, len(times.verify))
+def break_even(every: Sequence[RoundTimes], regular_ms: float) -> float | None:
+    """Returns the acceptance from which drafting pays with one of these placements; None if it never does."""
 
     def pays(acceptance: float) -> bool:
-        return min((times.ms_per_token(acceptance, k) for k in ks), default=regular_ms) < regular_ms
+        return any(
+            times.ms_per_token(acceptance, k) < regular_ms
+            for times in every
+            for k in range(1, len(times.verify))
+        )
 
     if not pays(1.0):
         return None

@@ -175,7 +175,12 @@ def _words(plan: Plan) -> Iterator[str]:
     if fewest is not None and fewest.placement.world < plan.chosen.placement.world:
         where = f"{fewest.placement.world} ({fewest.placement.in_words()})"
         yield f"fewest GPUs that it fits on: {where}, {fewest.ms_per_token:.2f} ms/token"
-    steps = f"regular {plan.regular_ms:.2f} ms/token, prompt {plan.prefill_ms:.0f} ms"
+    on = "ranks" if plan.request.machine.is_cpu else "GPUs"
+    ranks = plan.regular.ranks
+    regular = (
+        f"regular {plan.regular_ms:.2f} ms/token on {ranks} {on.removesuffix('s') if ranks == 1 else on}"
+    )
+    steps = f"{regular}, prompt {plan.prefill_ms:.0f} ms"
     if plan.drafts:
         verify_ms = 1000 * times.verify[plan.chosen.k]
         steps += f", a draft step {1000 * times.proposal_s(1):.2f} ms, verifying {verify_ms:.2f} ms"
@@ -191,7 +196,8 @@ def _words(plan: Plan) -> Iterator[str]:
     place = plan.chosen.placement
     degree = max(len(place.target), place.draft_degree)
     if not plan.eager and request.steps.needs_trial and degree > 1:
-        yield "the first start tries CUDA graphs over several GPUs; if that fails, steps run eagerly"
+        line = "the first start tries CUDA graphs over several GPUs; if that fails, steps run eagerly"
+        yield f"{line}, at about {plan.eager_ms:.0f} ms/token"
     yield from warnings_of_codes(plan.request, plan.chosen.placement, plan.chosen.k)
     machine = plan.request.machine
     yield f"times within {plan.band:.0%}, constants of {machine.times.source}"

@@ -36,6 +36,7 @@ class StepRule:
 
 
 ALL_COMPILED = StepRule(why_eager=lambda _role, _splitting: None)
+ALL_EAGER = StepRule(why_eager=lambda _role, _splitting: "as asked")
 
 
 @dataclass(frozen=True, kw_only=True)
