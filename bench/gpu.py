@@ -14,9 +14,9 @@ no GPU has run comes first.
 
 1. The machine. Then, at the same time: tests/gpu, those of sums in graphs first; texts by eager and compiled
    steps, also under each sampling control; products in fp32, and prompts in chunks without a mask; a trial of
-   compiled steps by two ranks; the command as it is typed. Then one after the other: rounds by control, 64
-   rows with K by measuring, experts, memory, weights in codes, steps with a profile, and the reply of a draft
-   on a rank of its own.
+   compiled steps by two ranks; the command as it is typed, and the check of the machine. Then one after the
+   other: rounds by control, 64 rows with K by measuring, experts, memory, weights in codes, steps with a
+   profile, and the reply of a draft on a rank of its own.
 2. Two ranks on the one GPU, while ranks are killed or run out of memory; then 30B.
 3. Tests and logits that H200s have shown to be right, races of the smallest kernels, further placements, the
    memory's bandwidth, products beside cuBLAS, number formats, and this code beside an earlier commit.
@@ -121,6 +121,7 @@ PARTS = [
     Part("numbers", RIGHT, 30, 90, needs=("hydra", "triton")),
     Part("trial", RANKS, 60, 120, needs=("hydra", "triton")),
     Part("start", RANKS, 80, 150, needs=("hydra", "triton")),
+    Part("fit", RANKS, 40, 90, needs=("hydra",)),
     Part("controls", FIGURES, 60, 90, needs=("hydra", "triton")),
     Part("rows", FIGURES, 60, 90, needs=("hydra", "triton")),
     Part("experts", FIGURES, 40, 60, needs=("hydra", "triton")),

@@ -348,7 +348,8 @@ def _kept_graphs(pair: PairSession, rows: int, ks: tuple[int, ...]) -> Iterator[
     """Whether draws and decisions are graphs at every K, also after rounds of others."""
     for k in ks:
         with Replays() as replays:
-            text_run = texts_run(pair, _at(pair.run, k), _prompts(rows), ROUNDS, 0)
+            # A round drafts no more than a text has left to write.
+            text_run = texts_run(pair, _at(pair.run, k), _prompts(rows), ROUNDS * (k + 1), 0)
             for _ in text_run.rounds():
                 pass
         yield from replays.bars(f"{rows} rows, K = {k}")

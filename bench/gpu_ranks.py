@@ -51,6 +51,23 @@ def start(how: How) -> Iterator[Bar]:
     yield from _ended("two ranks on one GPU", _ran([*words, "ranks=2"]), "a GPU for each rank")
 
 
+def fit(_: How) -> Iterator[Bar]:
+    """The check of the machine, `calibrate`: what is not well, and what it measures beside other parts."""
+    done = _ran([str(RUN), "calibrate", "measure=false", "output=json"])
+    said = [line for line in done.out.splitlines() if line.startswith("{")]
+    if not said:
+        yield most(
+            "the check does not end with a verdict", 1, 0, "; ".join(done.errors())[:160] or done.last()
+        )
+        return
+    machine = json.loads(said[-1])["machine"]
+    faults_of = [check for check in machine["checks"] if check["verdict"] == "fault"]
+    yield most("faults of the machine", len(faults_of), 0, machine["says"])
+    for check in machine["checks"]:
+        fix = f"; {check['fix']}" if check["fix"] else ""
+        yield Bar(check["name"], 0, note=f"{check['verdict']}: {check['found']}{fix}")
+
+
 def trial(_: How) -> Iterator[Bar]:
     """Two ranks on one GPU try compiled steps in small processes, as a run over several GPUs does.
 

@@ -63,7 +63,7 @@ SUMMED = 2.0**-15  # error of sums in fp32; rounded to bf16 or fp16 they have mo
 LENGTHS = (513, 1024, 1500)
 PROMPT = max(LENGTHS)
 EARLY = 256  # tokens that a control changes
-ROUNDED = 0.02  # error of a prompt in bf16
+ROUNDED = 0.05  # error of a prompt in bf16; on a CPU it is 0.02, and with other first tokens 0.5 and more
 
 
 def tests(how: How) -> Iterator[Bar]:
