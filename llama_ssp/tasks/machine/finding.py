@@ -12,7 +12,7 @@ from llama_ssp.distributed.placement import spans
 Verdict = StrEnum("Verdict", ["ok", "note", "fault"])
 
 UNEVEN = 0.8  # a rank with less than this share of the best rank's bandwidth is named
-BANDWIDTH = "gb_s"
+BANDWIDTH = "gb_s"  # the name of this figure, of a GPU
 
 
 @dataclass(frozen=True, kw_only=True)

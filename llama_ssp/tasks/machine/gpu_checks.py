@@ -13,8 +13,9 @@ from llama_ssp.planner.hardware import matching
 from llama_ssp.planner.workload import GIB, MIB
 from llama_ssp.tasks.machine.driver import Card
 from llama_ssp.tasks.machine.facts import DEVICE, KERNELS, LAUNCH, MEMORY, PEERS, START, SUMS, Facts
-from llama_ssp.tasks.machine.finding import Finding, Findings, Problem, Verdict, judged
+from llama_ssp.tasks.machine.finding import BANDWIDTH, Finding, Findings, Problem, Verdict, judged
 
+HOST_BANDWIDTH = "host_gb_s"  # ranks share it: how much each gets says nothing of the rank
 HELD_MIB = 512  # a driver takes less of an idle GPU, a program takes more
 LESS_POWER = 0.95  # of the usual limit
 SLOW_COPY = 0.6  # of the data sheet's bandwidth: a healthy GPU reaches 0.8 and more
@@ -300,7 +301,8 @@ def memory_bandwidth(facts: Facts) -> Findings:
         return
     device = facts.measured.figures.get(DEVICE)
     sheet = _data_sheet_gb_s(device["name"]) if device else None
-    found = "{gb_s} GB/s read and written by copies"
+    name = BANDWIDTH if facts.on_gpu else HOST_BANDWIDTH
+    found = f"{{{name}}} GB/s read and written by copies"
     if sheet is not None:
         found += f", {sheet:.0f} by the data sheet"
     elif facts.world > 1:
@@ -311,7 +313,7 @@ def memory_bandwidth(facts: Facts) -> Findings:
         "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER says what holds it back: heat, power, another program, or "
         "locked clocks (nvidia-smi -rgc -rmc)",
     )
-    yield judged(MEMORY, found, [slow], {"gb_s": figures["gb_s"]})
+    yield judged(MEMORY, found, [slow], {name: figures["gb_s"]})
 
 
 def launch_cost(facts: Facts) -> Findings:
