@@ -24,13 +24,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llama_ssp.distributed.board import ATTEMPT, FOLDER, NOBODY, BoardLost, Cause, FolderBoard
 from llama_ssp.distributed.cores import cores_here
 from llama_ssp.distributed.placement import LEADER
-from llama_ssp.distributed.signals import BY_TORCHRUN, STOPPING, end_with_parent
+from llama_ssp.distributed.signals import BY_TORCHRUN, CODE_FILE, STOPPING, end_with_parent
 from llama_ssp.errors import DISTRIBUTED, OK, DistributedError, StorageError
+
+if TYPE_CHECKING:
+    from llama_ssp.distributed.comm import Ranks
 
 SOURCES = Path(__file__).resolve().parents[2]  # the folder that this package is imported from
 # For libraries that want an address: nobody listens there.
@@ -51,6 +54,21 @@ def import_path() -> dict[str, str]:
     """The environment in which Python finds this package, installed or not, and nothing in the folder."""
     path = os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def of_small_process(ranks: "Ranks", purpose: str) -> dict[str, str]:
+    """Returns the environment of a process that this rank starts beside itself; all ranks call it.
+
+    The small processes of all ranks meet as ranks, with keys of their own in the store.
+    """
+    members = ranks.gather_texts(os.environ.get("RANK", "0"))
+    environment = os.environ | import_path()
+    environment["RANK"] = environment["LOCAL_RANK"] = str(ranks.rank)
+    environment["WORLD_SIZE"] = str(ranks.world)
+    environment[ATTEMPT] = f"{os.environ.get(ATTEMPT, '0')}/{purpose}/{'-'.join(members)}"
+    for name in (CODE_FILE, "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
+    return environment
 
 
 def run_ranks(world: int, environment: Mapping[str, str]) -> int:

@@ -30,12 +30,11 @@ from typing import Any
 import torch
 
 from llama_ssp.config import Dtype
-from llama_ssp.distributed.board import ATTEMPT
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.gpus import gpus_here
-from llama_ssp.distributed.launcher import import_path
+from llama_ssp.distributed.launcher import of_small_process
 from llama_ssp.distributed.process_group import gpu_of, open_ranks
-from llama_ssp.distributed.signals import CODE_FILE, end_with_parent, leave
+from llama_ssp.distributed.signals import end_with_parent, leave
 from llama_ssp.errors import DISTRIBUTED, DistributedError, LostPeer, first_line
 from llama_ssp.models.kept_files import cache_folder, part_of, source_text
 from llama_ssp.models.step_check import PASSED, difference, small_model
@@ -160,15 +159,7 @@ class Trial:
 
         It did not become ready, as far as the verdict goes, where `most_s` have cut it short.
         """
-        members = self.ranks.gather_texts(os.environ.get("RANK", "0"))
-        rank = str(self.ranks.rank)
-        attempt = os.environ.get(ATTEMPT, "0")
-        environment = os.environ | import_path() | {"RANK": rank, "LOCAL_RANK": rank}
-        environment["WORLD_SIZE"] = str(self.ranks.world)
-        # The small processes have keys of their own in the store.
-        environment[ATTEMPT] = f"{attempt}/{self.file.stem}/{'-'.join(members)}"
-        for name in (CODE_FILE, "LOCAL_WORLD_SIZE"):
-            environment.pop(name, None)
+        environment = of_small_process(self.ranks, self.file.stem)
         try:
             process = subprocess.Popen(
                 [*COMMAND, str(self.device), self.dtype.value],

@@ -5,7 +5,6 @@ for each step that it has done, and NCCL writes into a file how it connects the 
 """
 
 import json
-import os
 import re
 import signal
 import sys
@@ -15,11 +14,10 @@ from pathlib import Path
 
 import torch
 
-from llama_ssp.distributed.board import ATTEMPT
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.distributed.launcher import import_path
+from llama_ssp.distributed.launcher import of_small_process
 from llama_ssp.distributed.process_group import open_ranks
-from llama_ssp.distributed.signals import CODE_FILE, end_with_parent, leave
+from llama_ssp.distributed.signals import end_with_parent, leave
 from llama_ssp.errors import DISTRIBUTED, RunError, first_line, one_line, shortened
 from llama_ssp.tasks.machine.bounded import Said, said_within
 from llama_ssp.tasks.machine.device import Measure, steps
@@ -53,7 +51,7 @@ def measured_apart(device: torch.device, ranks: Ranks, tries_peers: bool) -> Mea
     with tempfile.TemporaryDirectory(prefix="llama-ssp-check-") as folder:
         log = Path(folder, "nccl")
         nccl = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
-        said = said_within(LIMIT_S, command, environment=_environment(ranks) | nccl)
+        said = said_within(LIMIT_S, command, environment=of_small_process(ranks, "check") | nccl)
         nccl_log = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     return measured_of(said, nccl_log)
 
@@ -90,17 +88,6 @@ def measured_of(said: Said, nccl_log: str = "") -> Measured:
         is_late=said.is_late,
         transports=tuple(sorted(set(TRANSPORT.findall(nccl_log)))),
     )
-
-
-def _environment(ranks: Ranks) -> dict[str, str]:
-    """Returns the environment of the small process, with keys of its own where the ranks meet."""
-    members = ranks.gather_texts(os.environ.get("RANK", "0"))
-    environment = os.environ | import_path()
-    environment["RANK"] = str(ranks.rank)
-    environment["WORLD_SIZE"] = str(ranks.world)
-    environment[ATTEMPT] = f"{os.environ.get(ATTEMPT, '0')}/check/{'-'.join(members)}"
-    environment.pop(CODE_FILE, None)
-    return environment
 
 
 def _reason(error: BaseException) -> str:
