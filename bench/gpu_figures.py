@@ -391,16 +391,21 @@ def experts(how: How) -> Iterator[Bar]:
 
 
 def _by_two_kernels(model: Any) -> Iterator[Bar]:
-    """The experts of a layer: torch's grouped product beside our kernel, which sorts the pairs."""
+    """The experts of a layer: torch's grouped product beside our kernel, which sorts the pairs.
+
+    Synthetic weights that end in the residual are zero, so others are drawn for the time being.
+    """
     layer = next(part for part in model.decoder.modules() if isinstance(part, mixtures.Experts))
     numbers = torch.Generator(model.device).manual_seed(0)
     router = next(layer.router.parameters())
     x_TH = torch.randn(CHUNK, router.shape[-1], generator=numbers, device=model.device).to(router.dtype)
     results = []
     with torch.inference_mode():
+        layer.down[0].normal_(std=0.02, generator=numbers)
         for can_group in KERNELS.values():
             with _grouping(can_group):
                 results.append(layer(x_TH).double())
+        layer.down[0].zero_()
     grouped, sorted_pairs = results
     off = float((sorted_pairs - grouped).norm() / grouped.norm())
     yield most(f"{CHUNK} tokens: our kernel off by, of torch's grouped product", off, OFF_BY)
