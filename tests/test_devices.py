@@ -452,7 +452,7 @@ def test_communicators_that_are_there_are_not_planned_again(
     asked: list[int] = []
     rank = SimpleNamespace(rank=1, is_connected=held.__contains__)
     monkeypatch.setattr(pair_placements, "memory_of", lambda *_: 0)
-    monkeypatch.setattr(pair_placements, "predict", lambda *_, connected, **__: asked.append(connected))
+    monkeypatch.setattr(pair_placements, "predict", lambda _run, _place, known: asked.append(known.connected))
     monkeypatch.setattr(pair_placements, "require_capacity", lambda *_: None)
     pair_placements.require_loadable(spec, model_placements(spec), rank, 1, 64, (1, 1))  # type: ignore[arg-type]
     assert asked == [counted]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp.models import kept_files
+from llama_ssp.models.kernels import build
 from tests.conftest import Saved
 from tests.hostile import INSTALLED, access_times_tell, tried
 from tests.refusals import CORPUS, ESCAPES, Case, code, harmless, linked_outside
@@ -18,6 +20,13 @@ EACH_NAMES = (
 )  # fmt: skip
 EACH = [row for row in CORPUS if row.name in EACH_NAMES]
 ONE_PROCESS = [row for row in CORPUS if (not row.code or row in ESCAPES) and row not in EACH]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built_kernels() -> None:
+    """The watched processes have limited time, and a first build takes most of it on a busy machine."""
+    for source in Path(build.__file__).parent.glob("*.cpp") if kept_files.compiler() else ():
+        build.load_library(source)
 
 
 @pytest.mark.slow
