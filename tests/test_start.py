@@ -18,6 +18,7 @@ from llama_ssp.distributed.gpus import Gpu
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.placing import start, this_machine
 from llama_ssp.placing.decision import decide
+from llama_ssp.placing.draft_length import Why
 from llama_ssp.placing.request import PairFiles, plannable
 from llama_ssp.placing.start import Start, command_line, prepared, to_paste
 from llama_ssp.planner.plan import worlds_of
@@ -320,6 +321,8 @@ def test_ranks_that_are_asked_for_are_planned(command: Command) -> None:
     four = command("task=plan", *LARGE, "ranks=4", "output=json", "out=null").document
     assert len(four["per_gpu"]) == 4 and four["cluster"]["gpus_per_node"] == 4
     assert command("task=plan", *LARGE, "ranks=9").code == 5
+    uneven = command("task=plan", *LARGE, "cluster.nodes=2", "ranks=9")
+    assert uneven.code == 5 and "a multiple of 2, or at most 8" in uneven.err
 
 
 def test_the_acceptance_that_a_run_is_planned_with_counts_in_a_plan(command: Command) -> None:
@@ -357,6 +360,22 @@ def test_a_decision_says_who_made_it(command: Command) -> None:
     given = command("task=generate", *LARGE, "speculation.k=3", "engine=eager", "--dry-run")
     said = {line.split("  ")[0]: line.rsplit("  ", 1)[1] for line in given.out.splitlines() if "  " in line}
     assert said["K"] == said["model steps"] == "asked"
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "who"),
+    [
+        ("generate", ["speculation=adaptive"], Why.measured),
+        ("eval", ["speculation=adaptive"], Why.planned),
+        ("eval", ["speculation=adaptive", "speculation.cost_ratio=0.2"], Why.asked),
+        ("batch", [], Why.measured),
+        ("generate", ["speculation=ngram"], Why.default),
+    ],
+)
+def test_who_decides_k(task: str, words: list[str], who: Why) -> None:
+    pair = ("model=llama3.1-70b", "draft=llama3.2-1b", "cluster=dgx_h100")
+    _, decision = decide(PairFiles(composed([f"task={task}", *pair, *words]), None, None), worlds_of(8))
+    assert decision.drafts.why is who
 
 
 def test_a_run_keeps_its_decisions(command: Command, tmp_path: Path) -> None:

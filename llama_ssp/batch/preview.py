@@ -60,6 +60,8 @@ def preview(pair: PairSpec) -> Preview:
     if kept_costs := _kept(work / COSTS):
         spec = replace(run.speculation, k=kept_costs["k"], adaptive=False)
         decision = replace(decision, drafts=Chosen(value=spec, why=Why.kept))
+    elif held is not None:  # another K than the job's would have been refused
+        decision = replace(decision, drafts=replace(decision.drafts, why=Why.kept))
 
     task = replace(run.task_as(BatchConf), batch_size=decision.rows.value)
     run = replace(run, task=task, speculation=decision.drafts.value)

@@ -39,7 +39,7 @@ EAGER = "eager"
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen(Generic[ValueT]):
-    """One thing that was decided, by whom, and in words for what reason, where there is one to give."""
+    """One decision: its value, who made it, and the reason in words if there is one."""
 
     value: ValueT
     why: Why
@@ -62,7 +62,7 @@ class RunDecision:
     chunk: Chosen[int | None]
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
-        """Yields each decision as a name, a value and who decided it, in words."""
+        """Yields the lines of a table: what is decided, the value, and who decided it."""
         yield "ranks", str(self.ranks.value), self.ranks.why
         yield "placement", self.placement.value.in_words(), self.placement.why
         for role, engine in self.engines.items():
@@ -131,29 +131,38 @@ def _decision(
         placement = best.placement
     else:
         placement = resolve(run.placement, world, run.has_draft_model)
-    engines = dict[str, Chosen[str]]()
-    formats = dict[str, Chosen[Dtype]]()
-    for role in request.roles if request is not None else ():
-        assert request is not None
-        reason = request.why_eager(role, placement)
-        engines[role.role] = Chosen(
-            value=COMPILED if reason is None else EAGER,
-            why=Why.default if run.engine is Steps.auto else Why.asked,
-            reason=reason or "",
-        )
-        conf = run.model if role.role == TARGET else run.draft
-        is_open = conf is None or conf.dtype is Dtype.auto
-        formats[role.role] = Chosen(value=role.dtype, why=Why.default if is_open else Why.asked)
-
     return RunDecision(
         ranks=Chosen(value=placement.world, why=_why_ranks(run, best)),
         placement=Chosen(value=placement, why=_why_placed(run.placement, best)),
-        engines=engines,
-        formats=formats,
+        engines={} if request is None else _engines(run, request, placement),
+        formats={} if request is None else _formats(run, request),
         drafts=Chosen(value=drafts.speculation, why=drafts.why),
         rows=_rows(run),
         chunk=_chunk(run, best),
     )
+
+
+def _engines(run: RunConf, request: PlanRequest, placement: Placement) -> dict[str, Chosen[str]]:
+    """Returns by role whether steps are compiled."""
+    who = Why.default if run.engine is Steps.auto else Why.asked
+    engines = {}
+    for role in request.roles:
+        reason = request.why_eager(role, placement)
+        if reason is None:
+            engines[role.role] = Chosen(value=COMPILED, why=who)
+        else:
+            engines[role.role] = Chosen(value=EAGER, why=who, reason=reason)
+    return engines
+
+
+def _formats(run: RunConf, request: PlanRequest) -> dict[str, Chosen[Dtype]]:
+    """Returns the number formats by role."""
+    formats = {}
+    for role in request.roles:
+        conf = run.model if role.role == TARGET else run.draft
+        is_open = conf is None or conf.dtype is Dtype.auto
+        formats[role.role] = Chosen(value=role.dtype, why=Why.default if is_open else Why.asked)
+    return formats
 
 
 def _why_ranks(run: RunConf, best: Option | None) -> Why:
@@ -183,8 +192,10 @@ def _rows(run: RunConf) -> Chosen[int | None]:
 
 def _chunk(run: RunConf, best: Option | None) -> Chosen[int | None]:
     """Returns how many tokens of a prompt a pass reads."""
-    if run.task.prefill_chunk is not None:
-        return Chosen(value=run.task.prefill_chunk, why=Why.asked)
+    chunk = run.task.prefill_chunk
+    if chunk is not None:
+        is_usual = chunk == type(run.task).prefill_chunk  # of a task without such a key
+        return Chosen(value=chunk, why=Why.default if is_usual else Why.asked)
     if best is not None:
         return Chosen(value=best.prefill_chunk, why=Why.planned)
     return Chosen(value=USUAL_CHUNK, why=Why.default)

@@ -61,8 +61,17 @@ def decided_drafts(run: RunConf, best: Option | None, least_k: int) -> Drafts:
     is_jobs = why is not Why.asked and run.task.chooses_k and run.drafter_name is not None
     if spec.adaptive or is_jobs:
         spec = replace(spec, adaptive=True, cost_ratio=_cost_ratio(run, best))
-        why = Why.measured if run.task.measures_costs and spec.cost_ratio is None else Why.asked
+        why = _who_knows_costs(run, spec)
     return Drafts(speculation=spec, why=why)
+
+
+def _who_knows_costs(run: RunConf, spec: SpeculationConfig) -> Why:
+    """Returns who says what an adaptive K goes by."""
+    if run.speculation.cost_ratio is not None:
+        return Why.asked
+    if spec.cost_ratio is not None:
+        return Why.planned
+    return Why.measured if run.task.measures_costs else Why.default
 
 
 def _cost_ratio(run: RunConf, best: Option | None) -> float | None:

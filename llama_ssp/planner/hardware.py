@@ -69,6 +69,14 @@ class Machine:
                 fix="lower it, or raise cluster.gpus or cluster.nodes",
             )
         nodes = -(-ranks // self.gpus)
+        if ranks % nodes:
+            raise DistributedError(
+                "the ranks are not the same number on each node",
+                where="ranks",
+                found=f"{ranks} on {nodes} nodes",
+                allowed=f"a multiple of {nodes}, or at most {self.gpus}",
+                fix="lower or raise it",
+            )
         return replace(self, gpus=ranks // nodes, nodes=nodes)
 
     def capacity_of(self, world: int) -> int:

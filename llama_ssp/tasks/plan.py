@@ -53,7 +53,12 @@ def plan(
     words = pair_words(model, draft, ["task=plan", f"cluster={cluster}", *listed("overrides", overrides)])
     _, made = planned(composed(words), 1)
     if isinstance(made, OneProcess):
-        raise ModelError(made.sentence(), fix="llama-ssp plan prints its bytes")
+        raise ModelError(
+            "an architecture without a row has no Plan, whose times are those of known layers",
+            found=", ".join(role.model.family for role in made.request.roles if role.role in made.numbers),
+            allowed=TESTED,
+            fix="write llama-ssp plan, which prints its bytes",
+        )
     return made
 
 
