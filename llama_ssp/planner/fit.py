@@ -18,6 +18,7 @@ LIBRARIES = "libraries"  # the role of lines that belong to no model
 OUTPUTS = "outputs of CUDA graphs"
 SCRATCH = "scratch of CUDA graphs"
 OF_DECISIONS = "graphs that filter, draw and decide"
+EXTRA_LAYERS = 1.25  # that accelerate lets a GPU take beyond its even share
 # How far off an estimate may be: what is constant here differs by driver and version.
 UNCERTAIN_SHARE = 0.03
 UNCERTAIN_BYTES = 300 * MIB
@@ -94,19 +95,16 @@ def _by_layers(
 ) -> Iterator[RankMemory]:
     """Plans one process that spreads the target's layers over its GPUs.
 
-    accelerate gives each GPU its even share of bytes and about a layer more, in whole layers. So each is
-    planned with one layer more than the largest even share, with the embedding on the first and the head on
-    the last. The draft, which alone may have graphs, is on the first, where texts go in and distributions
-    come out.
+    The embedding is on the first and the head on the last. The draft, which alone may have graphs, is on the
+    first, where texts go in and distributions come out.
     """
     gpus = 1 if machine.is_cpu else machine.gpus
-    layers = target.model.n_layers
-    share = min(1.0, (-(-layers // gpus) + 1) / layers)
     missing = {0: set[str](), gpus - 1: set[str]()}  # groups of weights
     if gpus > 1 and not target.model.tied:
         missing = {0: {HEAD}, gpus - 1: {EMBEDDING, POSITIONS}}
     capacity = machine.capacity_of(place.world)
     for gpu in range(gpus):
+        share = most_layers(target, gpus, gpu == 0) / target.model.n_layers
         on_gpu = rank_work(target, None if gpu else draft, place, work, LEADER, machine.kernels, compiled)
         lines = []
         for line in device_lines(on_gpu):
@@ -121,6 +119,22 @@ def _by_layers(
         else:
             lines += graph_lines(machine, on_gpu)
         yield RankMemory(gpu, (*lines, *library_lines(machine, place, LEADER)), capacity)
+
+
+def most_layers(target: Role, gpus: int, is_first: bool) -> int:
+    """Returns how many layers accelerate gives a GPU at most.
+
+    Each is filled in order up to its even share of the model's bytes and a layer and a quarter more. So GPUs
+    that hold no embedding have more layers than n / gpus. The last takes what is left, which is no more.
+    """
+    layers = target.model.n_layers
+    sizes = held(ModelPart.of(target.model), target.dtype)
+    layer = sum(sizes.get(group, 0) for group in (LAYERS, EXPERTS)) / layers
+    embedding = sizes[EMBEDDING] + sizes.get(POSITIONS, 0)
+    limit = (layers * layer + embedding + sizes.get(HEAD, 0)) / gpus + EXTRA_LAYERS * layer
+    if is_first:
+        limit -= embedding
+    return min(layers, max(0, int(limit / layer)))
 
 
 def device_lines(work: RankWork) -> tuple[MemoryLine, ...]:
