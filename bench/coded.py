@@ -4,10 +4,11 @@
 
 Each format has several layers of the same size, which no cache holds together. All take turns, and the least
 time of each counts, as disturbances only add time. The bound is the layer's bytes, codes and scales, at the
-fastest reading that was seen: of a sum, or of layers in bf16. The plan's table of rates
-(llama_ssp/planner/rates.py) is made of these figures, and a test holds it against every file of them,
-bench/results/coded_*.md. bitsandbytes' layers belong beside torch's own product in bf16, which models without
-our kernels have.
+fastest reading that was seen: of a sum, or of layers in bf16. Compare bitsandbytes' layers with torch's own
+product in bf16, which models without our kernels have.
+
+The plan's table of rates (llama_ssp/planner/rates.py) is made of these figures. A test compares it with every
+file of them, bench/results/coded_*.md; that of the Xeon, which has AMX, is known to be planned too fast.
 """
 
 from __future__ import annotations

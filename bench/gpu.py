@@ -4,13 +4,13 @@
     python bench/gpu.py plan=true                     # the parts of all calls, with the seconds of each
     python bench/gpu.py call=1 [archive=FILE.tar.gz] [write=bench/results/gpu_CARD_YYYYMM.md]
     python bench/gpu.py call=2 [...]                  # what call 1 has left, then the parts of call 2
-    python bench/gpu.py call=3 [...]                  # another day: what has run before, and figures of docs
+    python bench/gpu.py call=3 [...]                  # another day: what H200s have shown before
     python bench/gpu.py parts=steps,codes             # these parts
     python bench/gpu.py small=true                    # small models, on a CPU, too: the code of all parts
     python bench/gpu.py rehearse=true                 # without a GPU: parts that fail, on a pretended card
 
-Calls 1 and 2 together take 740 s: with the start of the machine and the transfers, the fifteen minutes. What
-no GPU has run comes first.
+Calls 1 and 2 together take 740 s at most, which leaves 160 of fifteen minutes to start a machine and to copy
+files. What no GPU has run comes first.
 
 1. The machine. Then, at the same time: tests/gpu, those of sums in graphs first; texts by eager and compiled
    steps, also under each sampling control; products in fp32, and prompts in chunks without a mask; a trial of
@@ -19,7 +19,7 @@ no GPU has run comes first.
    profile, and the reply of a draft on a rank of its own.
 2. Two ranks on the one GPU, while ranks are killed or run out of memory; then 30B.
 3. Tests and logits that H200s have shown to be right, races of the smallest kernels, further placements, the
-   memory's bandwidth, products beside cuBLAS, number formats, and this code beside an earlier commit.
+   memory's bandwidth, products next to cuBLAS, number formats, and this code next to an earlier commit.
 
 Each part is a process with a time limit; nothing that happens to one stops the others. A figure is written
 to `folder` (.gpu/run) as it comes, with the card's clocks, power and driver. A part becomes a line of JSON
@@ -36,9 +36,9 @@ part that needs what is missing is skipped, and says so):
     bitsandbytes 0.50.2            3.4    codes and more_ranks, in 8 bit (its library for CUDA 13.0 alone)
     before.tar.gz                  0.9    beside: the code of the commit that `before` names
 
-These 5 MiB fit into the 64 that may travel to a machine that is lent. torch does not: a wheel of torch 2.13
-for CUDA has hundreds of MiB, and the libraries that it needs more. So such a machine runs the torch it has,
-and its results do not speak for 2.13; where pip finds an index, install 2.13 first. Nothing here is newer
+These files have 5 MiB. torch is not among them: a wheel of torch 2.13 for CUDA has hundreds of MiB, and the
+libraries that it needs more. So a machine without an index runs the torch that it has, and its results do not
+speak for 2.13; where pip finds an index, install 2.13 first. Nothing here is newer
 than torch 2.11, transformers 5.17, Python 3.12 and the triton of that torch. What a part needs of them is in
 PARTS, and the first part tries it.
 """
@@ -354,13 +354,11 @@ class Call:
 
     def run_all(self, parts: list[Part]) -> None:
         """Runs parts in their order; at the same time those of TOGETHER, and small ones."""
-        key = shared
-        if self.asked.small:
 
-            def key(part: Part) -> object:
-                return part.module == "gpu"  # the machine is looked at first
+        def is_machine(part: Part) -> object:
+            return part.module == "gpu"  # looked at before all others
 
-        for _, group in groupby(parts, key):
+        for _, group in groupby(parts, is_machine if self.asked.small else shared):
             together = list(group)
             with ThreadPoolExecutor(2 if self.asked.small else len(together)) as pool:
                 for done in [pool.submit(self.run, part) for part in together]:

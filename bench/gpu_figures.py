@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from bars import Bar, most, needs, safely
@@ -385,13 +386,13 @@ def experts(how: How) -> Iterator[Bar]:
 
     engine, prompt = pair.engine(0), [Prompt("0", tuple(3 + n % 1000 for n in range(PROMPT[how.small])))]
     for name, can_group in KERNELS.items():
-        with _grouping(can_group):
+        with patch.object(mixtures, "can_group", can_group):
             taken = in_turn({name: lambda: engine.prefill(prompt, 8)}, 3)
         yield Bar(f"ms of a prompt of {PROMPT[how.small]} tokens, by {name}", median(taken[name]))
 
 
 def _by_two_kernels(model: Any) -> Iterator[Bar]:
-    """The experts of a layer: torch's grouped product beside our kernel, which sorts the pairs.
+    """The experts of a layer: torch's grouped product next to our kernel, which sorts the pairs.
 
     Synthetic weights that end in the residual are zero, so others are drawn for the time being.
     """
@@ -403,23 +404,12 @@ def _by_two_kernels(model: Any) -> Iterator[Bar]:
     with torch.inference_mode():
         layer.down[0].normal_(std=0.02, generator=numbers)
         for can_group in KERNELS.values():
-            with _grouping(can_group):
+            with patch.object(mixtures, "can_group", can_group):
                 results.append(layer(x_TH).double())
         layer.down[0].zero_()
     grouped, sorted_pairs = results
     off = float((sorted_pairs - grouped).norm() / grouped.norm())
     yield most(f"{CHUNK} tokens: our kernel off by, of torch's grouped product", off, OFF_BY)
-
-
-@contextmanager
-def _grouping(can_group: Callable[..., bool]) -> Iterator[None]:
-    """Has many tokens go through torch's grouped product where `can_group` says so."""
-    usual = mixtures.can_group
-    mixtures.can_group = can_group  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        mixtures.can_group = usual
 
 
 KERNELS: dict[str, Callable[..., bool]] = {

@@ -133,6 +133,7 @@ def junit(file: Path) -> Iterator[Bar]:
             lines = (problem.text or problem.get("message", "")).strip().splitlines()
             yield Bar(f"{place}.py::{case.get('name')}", 0, 1, note="\n".join(lines[-LINES:]))
     yield counted(count, len(cases), "tests that fail")
+    yield Bar("tests that ran", len(cases), 1)
     yield Bar("tests that were skipped", sum(case.find("skipped") is not None for case in cases))
 
 

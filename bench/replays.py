@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from bars import Bar, counted, most, needs
@@ -25,16 +26,18 @@ class Replays:
         self.without = 0
         self.differing = 0
         self._replay: Any = GraphedModel.replay
+        self._patch: Any = None
 
     def __enter__(self) -> Self:
         def compared(model: GraphedModel, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
             return self._compared(model, function, given)
 
-        GraphedModel.replay = compared  # type: ignore[method-assign]
+        self._patch = patch.object(GraphedModel, "replay", compared)
+        self._patch.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        GraphedModel.replay = self._replay  # type: ignore[method-assign]
+        self._patch.stop()
 
     def _compared(self, model: GraphedModel, function: Callable[..., Tensor], given: Any) -> Tensor:
         result: Tensor = self._replay(model, function, *given)
@@ -55,7 +58,7 @@ class Replays:
     def bars(self, what: str) -> Iterator[Bar]:
         """Yields how many results differ, and how many calls had no graph; none may."""
         if not torch.cuda.is_available():
-            yield needs(f"{what}: what graphs give beside what their functions do")
+            yield needs(f"{what}: what graphs give, and what their functions give")
             return
         yield counted(self.differing, self.by_graph, f"{what}: results of graphs unlike those of functions")
         yield most(f"{what}: filters, draws and decisions without a graph", self.without, 0)

@@ -56,10 +56,12 @@ class Asked(Words):
 
 def measured(sizes: Sequence[Size], device: str, repeats: int) -> list[tuple[float, float]]:
     """Returns of each size the seconds of a reply in which none is 0, and in which few are not."""
-    times = on_ranks(2, job, sizes, device, repeats, patience_s=PATIENCE_S)[0]
+    answers: list[list[tuple[float, float]] | Exception]
+    answers = on_ranks(2, job, sizes, device, repeats, patience_s=PATIENCE_S)
+    times = answers[0]
     if isinstance(times, Exception):
         raise times
-    return times  # type: ignore[no-any-return]
+    return times
 
 
 def job(ranks: Ranks, sizes: Sequence[Size], device: str, repeats: int) -> list[tuple[float, ...]]:

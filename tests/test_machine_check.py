@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -56,7 +57,6 @@ node:71:99 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM
 CARDS = cards_of(SAID)
 
 PLAIN_HOST = Host(
-    name="node",
     processor="AMD EPYC",
     features=frozenset({"avx2", "avx512bw"}),
     cores=16,
@@ -185,6 +185,10 @@ NOTE = Verdict.note
 OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040)."
 # What is planted, in which row it is found, how bad it is, and words of what was found, and of what to do.
 PLANTED: dict[str, tuple[Facts, str, Verdict, str, str]] = {
+    "a GPU of another rank that does not start": (
+        replace(that_stops("device", "no end after 30 s"), rank=1, node=None),
+        "driver", FAULT, "does not start: no end after 30 s", "dmesg",
+    ),
     "no driver": (
         with_driver(ON_CPU, fails="NVIDIA-SMI has failed"),
         "gpus", FAULT, "NVIDIA-SMI has failed", "ubuntu-drivers",
@@ -689,7 +693,7 @@ def test_a_small_process_measures() -> None:
 def hang_in_sums(rank: int) -> None:
     """In place of a small process: rank 1's sums hang."""
     if rank == 1:
-        device.sum_times = lambda *_: subprocess.run(["sleep", "1000"])  # type: ignore[assignment]
+        patch.object(device, "sum_times", lambda *_: subprocess.run(["sleep", "1000"])).start()
     small.main()
 
 
@@ -704,7 +708,7 @@ def pretending(_: int, hangs: bool) -> None:
 
 
 def on_two(folder: Path, *words: str, fault: Callable[[int], object] | None = None) -> Answer:
-    """The leader's answer; both ranks end alike."""
+    """Returns the leader's answer; both ranks end with one exit code."""
     all_words = ("task=calibrate", "model=tiny", "draft=tiny_draft", "out=null", *words)
     leader, other = Started(folder, 2, *all_words, fault=fault).finish()
     assert leader.code == other.code, leader.err + other.err
@@ -797,11 +801,11 @@ def test_a_machine_that_is_not_fit_is_not_measured(
     assert not list(Path("mine").rglob("*.yaml"))
 
 
-@pytest.mark.parametrize("made", ["folder", "file"])
+@pytest.mark.parametrize("kind", ["folder", "file"])
 def test_a_place_that_cannot_be_written_is_refused_before_the_check(
-    made: str, command: Command, measuring: list[str]
+    kind: str, command: Command, measuring: list[str]
 ) -> None:
-    if made == "folder":
+    if kind == "folder":
         place = "/proc/none"
     else:
         place = "mine"

@@ -50,7 +50,7 @@ class Gpu:
 def gpus_here() -> list[Gpu]:
     """Returns the GPUs that programs see; one part of a GPU, if there are any.
 
-    Where there are several kinds, CUDA is told to number them as here, unless the user has said how.
+    If they are of several kinds, CUDA has to number them in the same order, unless the user has set one.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     every = _every_gpu()

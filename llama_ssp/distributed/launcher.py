@@ -57,7 +57,7 @@ def import_path() -> dict[str, str]:
 
 
 def of_small_process(ranks: "Ranks", purpose: str) -> dict[str, str]:
-    """Returns the environment of a process that this rank starts beside itself; all ranks call it.
+    """Returns the environment of a process that this rank starts; all ranks call it.
 
     The small processes of all ranks meet as ranks, with keys of their own in the store.
     """

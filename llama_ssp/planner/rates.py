@@ -40,8 +40,8 @@ FP8_TABLES = ("e4m3", "e5m2")
 PACKED_READ = 0.35
 
 RATES: dict[tuple[str, str], Rate] = {
-    # Measured, AVX-512 with bf16 (bench/results/coded_*.md), with memory of two speeds: codes are almost as
-    # fast a byte as packed 16 bit; from some ten tokens on a product takes the time of the cores.
+    # Measured, AVX-512 with bf16 (bench/results/coded_*epyc*.md), with memory of two speeds: codes are
+    # almost as fast a byte as packed 16 bit; from some ten tokens on a product takes the time of the cores.
     (CPU, PACKED): Rate(read=1 / PACKED_READ, multiply=0.85),
     (CPU, FOUR): Rate(read=0.9 / PACKED_READ, multiply=0.8),
     (CPU, FOUR_FINE): Rate(read=0.9 / PACKED_READ, multiply=0.8),

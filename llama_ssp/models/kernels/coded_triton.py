@@ -1,8 +1,8 @@
 """The kernels of coded.py for GPUs, by the number of rows: a step's, several rows', a prompt's.
 
-`multiply_few`, up to 16 rows: a program has a few outputs and reads their codes from end to end, with enough
-reads under way to keep the memory busy. Codes become numbers of 16 bits for the tensor cores, exactly but for
-nf4 and fp4, and the sum over a group is scaled. So a weight is read once for up to 8 rows. Each warp of a
+`multiply_few`, up to 16 rows: a program has a few outputs and reads their codes from end to end. It starts
+enough reads ahead to keep the memory busy. Codes become numbers of 16 bits for the tensor cores, exactly but
+for nf4 and fp4, and the sum over a group is scaled. So a weight is read once for up to 8 rows. Each warp of a
 program has some of the inputs: warps with the same ones would each decode the same codes.
 
 `multiply`, up to 256: with so many rows, programs of few outputs would read x more often than codes. So a

@@ -116,7 +116,7 @@ def _rows_of(program, expert_ptr, start_ptr, rows, SPAN: tl.constexpr, ROWS: tl.
     elif start_ptr is None:
         expert, row_M, count = pairs_of(program, expert_ptr, rows, SPAN, ROWS)
     else:
-        # An expert has a program for each ROWS of its pairs; this one is among them, or behind the last.
+        # An expert has one program for each ROWS of its pairs. Programs after the last one have none.
         expert_E = tl.arange(0, SPAN)
         start_E = tl.load(start_ptr + expert_E)
         end_E = tl.load(start_ptr + expert_E + 1)

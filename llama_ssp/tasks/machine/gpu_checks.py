@@ -104,30 +104,31 @@ def gpu_health(facts: Facts) -> Findings:
 
 
 def driver(facts: Facts) -> Findings:
-    """Tells whether the driver is new enough for torch, and starts."""
-    if facts.node is None or not facts.node.driver.cards or facts.build.cuda is None:
+    """Tells whether the driver is new enough for torch, and whether CUDA starts on this rank."""
+    build = facts.build
+    if build.cuda is None:
         return
-    versions = ", ".join(dict.fromkeys(card.driver for card in facts.node.driver.cards))
+    cards = facts.node.driver.cards if facts.node else ()
     why = facts.measured.why
-    warning = facts.build.warning
-    complaint = f"{why} {warning}".lower()
+    complaint = f"{why} {build.warning}".lower()
     fixes = [fix for said, fix in CUDA_FIXES.items() if said.lower() in complaint]
-    problems = [
-        Problem(
-            facts.measured.failed in (START, DEVICE),
-            Verdict.fault,
-            [*fixes, CHECK_GPU][0],
-            f", which does not start: {why}",
-        ),
-        Problem(
-            not facts.build.has_gpu,
-            Verdict.fault,
-            [*fixes, "check CUDA_VISIBLE_DEVICES, and the driver: nvidia-smi, dmesg"][0],
-            f", which finds no GPU{': ' if warning else ''}{warning}",
-        ),
-    ]
-    found = f"{versions}; torch is for CUDA {facts.build.cuda}"
-    yield judged("driver", found, problems)
+    does_not_start = Problem(
+        facts.measured.failed in (START, DEVICE),
+        Verdict.fault,
+        [*fixes, CHECK_GPU][0],
+        f", which does not start: {why}",
+    )
+    finds_no_gpu = Problem(
+        bool(cards) and not build.has_gpu,
+        Verdict.fault,
+        [*fixes, "check CUDA_VISIBLE_DEVICES, and the driver: nvidia-smi, dmesg"][0],
+        f", which finds no GPU{': ' if build.warning else ''}{build.warning}",
+    )
+    found = f"torch is for CUDA {build.cuda}"
+    if cards:
+        found = f"{', '.join(dict.fromkeys(card.driver for card in cards))}; {found}"
+    if cards or does_not_start.is_there:
+        yield judged("driver", found, [does_not_start, finds_no_gpu])
 
 
 def compute_mode(facts: Facts) -> Findings:
@@ -276,7 +277,7 @@ def sums(facts: Facts) -> Findings:
         of = f"{size // 1024}_kib"
         values[f"us_{of}"] = us
         values[f"bus_gb_s_{of}"] = share * size / us / 1e3
-        word = f"{_size(size)} {{us_{of}}} us"
+        word = f"{whole_size(size)} {{us_{of}}} us"
         words.append(word if size < MIB else f"{word} ({{bus_gb_s_{of}}} GB/s)")
     is_slow = facts.on_gpu and not figures["through_host"] and min(figures["us"].values()) > SLOW_SUM_US
     problems = [
@@ -378,7 +379,7 @@ def _in_words(card: Card) -> str:
     return card.name if card.total_mib is None else f"{card.name} of {card.total_mib * MIB / GIB:.1f} GiB"
 
 
-def _size(size: int) -> str:
+def whole_size(size: int) -> str:
     return f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
 
 

@@ -1,7 +1,6 @@
 """Reads what a host has for a run: processor, memory, limits, compilers, folders. No torch."""
 
 import os
-import platform
 import resource
 import shutil
 import socket
@@ -69,7 +68,6 @@ class Host:
     `memlock` is None where there is no limit, `shared` where there is no /dev/shm.
     """
 
-    name: str
     processor: str
     features: frozenset[str]
     cores: int
@@ -86,7 +84,6 @@ def host_here() -> Host:
     """Reads this host."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Host(
-        name=platform.node(),
         processor=processor_name(),
         features=frozenset(processor().partition(":")[2].split()),
         cores=cores_here(),

@@ -103,7 +103,7 @@ def memlock(facts: Facts) -> Findings:
         "Slurm: PropagateResourceLimitsExcept=MEMLOCK",
         ", too little for InfiniBand",
     )
-    yield judged("memlock", f"{amount(limit)} may be locked (ulimit -l)", [too_little])
+    yield judged("memlock", f"{size_text(limit)} may be locked (ulimit -l)", [too_little])
 
 
 def shared_memory(facts: Facts) -> Findings:
@@ -117,7 +117,7 @@ def shared_memory(facts: Facts) -> Findings:
         elsewhere = "nothing: ranks=N meets in the folder for temporary files (TMPDIR) instead"
         problems = [Problem(several, Verdict.fault, MORE_SHARED), Problem(True, Verdict.note, elsewhere)]
     else:
-        found = f"/dev/shm has {amount(shared.free)} free of {amount(shared.total)}"
+        found = f"/dev/shm has {size_text(shared.free)} free of {size_text(shared.total)}"
         left = "delete what programs have left there: ls -l /dev/shm"
         problems = [
             Problem(several and shared.free < LEAST_SHARED, Verdict.fault, MORE_SHARED),
@@ -167,7 +167,7 @@ def cache_folder(facts: Facts) -> Findings:
     for folder in facts.folders:
         free = folder.free or 0
         eager = "; steps run eagerly, or are compiled at each start"
-        left = f", {amount(free)} free"
+        left = f", {size_text(free)} free"
         problems = [
             Problem(folder.fails != "", bad, OTHER_FOLDER, f": {folder.fails}{eager}"),
             Problem(not folder.runs_code, bad, OTHER_FOLDER, f": no code runs from there (noexec){eager}"),
@@ -215,6 +215,6 @@ def _is_there(value: str, interfaces: tuple[str, ...]) -> bool:
     return any(interface.startswith(name) for name in names for interface in interfaces)
 
 
-def amount(size: int) -> str:
-    """Returns bytes in words."""
+def size_text(size: int) -> str:
+    """Returns bytes as text, in GiB or MiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"

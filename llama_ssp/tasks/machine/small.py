@@ -25,7 +25,7 @@ from llama_ssp.tasks.machine.facts import START, Figures, Measured
 
 COMMAND = [sys.executable, "-m", "llama_ssp.tasks.machine.small"]
 LIMIT_S = 30.0  # for all steps, those of importing torch and connecting NCCL among them
-PEERS = "peers"  # the word by which a small process copies between GPUs, too
+WITH_PEERS = "peers"  # the word by which a small process copies between GPUs, too
 # Kinds of lines.
 BEGUN = "begun"
 DONE = "done"
@@ -47,7 +47,7 @@ def measured_here(measures: Iterable[Measure]) -> Measured:
 
 def measured_apart(device: torch.device, ranks: Ranks, tries_peers: bool) -> Measured:
     """Takes the steps in a small process of this rank; all ranks call it."""
-    command = [*COMMAND, str(device), *([PEERS] if tries_peers else [])]
+    command = [*COMMAND, str(device), *([WITH_PEERS] if tries_peers else [])]
     with tempfile.TemporaryDirectory(prefix="llama-ssp-check-") as folder:
         log = Path(folder, "nccl")
         nccl = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
@@ -112,7 +112,7 @@ def main() -> None:
         opened.append(open_ranks(device))
         return opened[0]
 
-    for name, measure in steps(device, open_group, PEERS in sys.argv[2:]):
+    for name, measure in steps(device, open_group, WITH_PEERS in sys.argv[2:]):
         _say(BEGUN, name, None)
         try:
             _say(DONE, name, measure())
