@@ -29,6 +29,7 @@ from llama_ssp.models.heads.settings import head_settings, kind_of
 from llama_ssp.models.hub import cached_gguf, cached_tokenizer, commit_of, file_of, hub_copy
 from llama_ssp.models.packages import kept_file, package_copy
 from llama_ssp.models.sizes import Checkpoint, config_file, require_positions, sizes_of
+from llama_ssp.models.wrapped import TEXT, TEXT_TYPES, WHOLE, left_out_in_words, text_name, text_part
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ def complete(model: ModelConf, role: str, download: bool = False) -> tuple[Model
             model.name,
             method,
         )
+    if checkpoint.left_out:
+        log.info("%s %s: %s left out; text only", role, model.name, checkpoint.left_out)
     return _possible(with_shape(model, checkpoint, role), role), path
 
 
@@ -194,12 +197,19 @@ def inspect(path: Path) -> Checkpoint:
         return Checkpoint(path=path, config=config, tensors=tensors)
     require_safe(path)
     tensors = tensors_of(path)
+    left_out = ""
+    if WHOLE in config:
+        left_out = left_out_in_words(tensors)
+        tensors = {own: tensor for name, tensor in tensors.items() if (own := text_name(name)) is not None}
     require_readable(path, config, {name: kind for name, (kind, _) in tensors.items()})
-    return Checkpoint(path=path, config=config, tensors=tensors)
+    return Checkpoint(path=path, config=config, tensors=tensors, left_out=left_out)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns the content of config.json, or what it would be for a GGUF file."""
+    """Returns the content of config.json, or what it would be for a GGUF file.
+
+    Of a checkpoint that also sees or hears it is the config of its text part.
+    """
     if is_gguf(path):
         from llama_ssp.models.formats.gguf_header import read_header
 
@@ -210,12 +220,22 @@ def read_config(path: Path) -> dict[str, Any]:
     require_positions(path, config)
     if not isinstance(config.get("model_type"), str):
         raise ModelError("config.json has no model_type", where=path, fix=MODEL_FOLDER)
-    return config
+    part = text_part(config)
+    inner = part.get(TEXT)
+    if isinstance(inner, dict):
+        raise ModelError(
+            "the text part of this architecture is not known",
+            where=path,
+            found=f"{config['model_type']}, with {inner.get('model_type', 'a text part')}",
+            allowed=", ".join(TEXT_TYPES),
+            fix="use a text model of the same family",
+        )
+    return part
 
 
 def is_fp16(path: Path) -> bool:
     """Returns whether config.json says that the weights are fp16."""
-    config = {} if is_gguf(path) else read_json(path / "config.json")
+    config = {} if is_gguf(path) else read_config(path)
     return config.get("dtype", config.get("torch_dtype")) == "float16"
 
 

@@ -1,6 +1,7 @@
 """Loads one model, or this rank's part of it, from a checkpoint or from a seed."""
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -20,7 +21,7 @@ from llama_ssp.models.cuda_graphs import GraphedModel
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import MTP_LAYERS, TESTED_FAMILIES, family_of
-from llama_ssp.models.folder import REFETCH, is_gguf, read_json
+from llama_ssp.models.folder import REFETCH, is_gguf
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.host_memory import return_memory
@@ -36,6 +37,7 @@ from llama_ssp.models.shape import reason_against
 from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.models.synthetic import SyntheticSource, config_for, fill_module, require_filled
+from llama_ssp.models.wrapped import BEGINNINGS, WHOLE, kind_left_out
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +133,8 @@ def opened(path: Path, config: Any, names: Mapping[str, Any]) -> Files:
 
         return GgufSource(read_header(path), config, names)
     prefix = family_of(config.model_type).names.embedding.partition(".")[0]
-    return source_of(path, names, prefix, quantised_config(read_json(path / "config.json"), path))
+    content = read_config(path)
+    return source_of(path, names, prefix, quantised_config(content, path), wrapped=WHOLE in content)
 
 
 @contextmanager
@@ -212,6 +215,7 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **_renaming(config),
             **settings(dtype),
         )
 
@@ -220,6 +224,8 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
     count = int(getattr(config, MTP_LAYERS, None) or 0)  # of layers after the last one, which do not run
     other = tuple(f"{blocks}.{number}." for number in range(layers, layers + count))
     unexpected = [name for name in report["unexpected_keys"] if not name.startswith(other)]
+    if hasattr(config, WHOLE):
+        unexpected = [name for name in unexpected if not kind_left_out(name)]
     require_complete(path, {**report, "unexpected_keys": unexpected})
 
     if dtype in QUANTISED or getattr(module, "is_quantized", False):
@@ -229,6 +235,13 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
         for weight in weights:  # on a CPU FP8 becomes bf16, and other weights have the type of their file
             weight.data = weight.data.to(TORCH_DTYPES[dtype])
     return module
+
+
+def _renaming(config: Any) -> dict[str, Any]:
+    """Returns how transformers is told the names of a text part's tensors."""
+    if not hasattr(config, WHOLE):
+        return {}
+    return {"key_mapping": {f"^{re.escape(begin)}": name for begin, name in BEGINNINGS}}
 
 
 def differences(

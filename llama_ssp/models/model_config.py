@@ -23,6 +23,7 @@ from llama_ssp.models.library_log import quiet_library
 from llama_ssp.models.shape import rotary_parameters
 from llama_ssp.models.sizes import config_file
 from llama_ssp.models.synthetic import config_for
+from llama_ssp.models.wrapped import WHOLE
 
 ALLOWED = f"{TESTED} and other causal models"
 ANOTHER = "choose another model"
@@ -62,7 +63,7 @@ def hub_config(path: Path) -> Any:
 
     content = read_config(path)
     try:
-        if is_gguf(path):
+        if is_gguf(path) or WHOLE in content:
             config: Any = CONFIG_MAPPING[content["model_type"]].from_dict(deepcopy(content))
         else:
             with quiet_library():

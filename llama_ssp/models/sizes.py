@@ -47,6 +47,7 @@ class Checkpoint:
     path: Path
     config: dict[str, Any]
     tensors: dict[str, tuple[str, tuple[int, ...]]]
+    left_out: str = ""  # says which tensors of vision and audio are not among them
 
 
 def config_file(path: Path) -> Path:

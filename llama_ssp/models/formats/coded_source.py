@@ -72,9 +72,16 @@ STACKED_CODES = "_blocks"  # of MXFP4: all experts of a layer in one tensor, who
 class CodedSource(FileSource):
     """The weights of a quantised folder: matrices in codes, and other tensors as a FileSource has them."""
 
-    def __init__(self, folder: Path, known: Collection[str], prefix: str, config: QuantisedConfig) -> None:
-        """`known` and `prefix`: as of a FileSource; `config`: of the folder's config.json."""
-        super().__init__(folder, known, prefix)
+    def __init__(
+        self,
+        folder: Path,
+        known: Collection[str],
+        prefix: str,
+        config: QuantisedConfig,
+        wrapped: bool = False,
+    ) -> None:
+        """`known`, `prefix` and `wrapped`: as of a FileSource; `config`: of the folder's config.json."""
+        super().__init__(folder, known, prefix, wrapped)
         self._matrices: dict[str, Matrix] = {}
         for name in [name for name in self._places if name.endswith(UNUSED)]:
             self._drop(name)
@@ -127,9 +134,12 @@ class CodedSource(FileSource):
 
 
 def source_of(
-    folder: Path, known: Collection[str], prefix: str, config: QuantisedConfig | None
+    folder: Path, known: Collection[str], prefix: str, config: QuantisedConfig | None, wrapped: bool = False
 ) -> FileSource:
-    return FileSource(folder, known, prefix) if config is None else CodedSource(folder, known, prefix, config)
+    """Returns the open weights of a folder, plain or quantised; see FileSource."""
+    if config is None:
+        return FileSource(folder, known, prefix, wrapped)
+    return CodedSource(folder, known, prefix, config, wrapped)
 
 
 def _matrix(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
