@@ -16,6 +16,8 @@ from llama_ssp.models.checkpoint import complete, outlined
 from llama_ssp.models.families import FAMILIES as ROWS
 from llama_ssp.models.loader import load, load_module
 from llama_ssp.models.wrapped import DEFAULTS, SAME_ON_TEXT, TEXT_TYPES, text_part
+from llama_ssp.text.tokenizer import HubTokens
+from llama_ssp.text.vocabulary import end_ids_of, read_vocabulary
 from tests import checkpoints
 from tests.conftest import Command
 from tests.distributed.threads import ranks_of, together
@@ -223,3 +225,23 @@ def test_the_abbreviated_config_of_a_published_gemma3() -> None:
         "vocab_size": 262208,
     }
     assert part["tie_word_embeddings"] and part["eos_token_id"] == [1, 106]
+
+
+TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }} {% endfor %}"
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json", "processor_config.json"])
+def test_a_chat_template_is_found_where_processors_look(file: str, tmp_path: Path) -> None:
+    checkpoints.save(tmp_path)
+    content = TEMPLATE if file.endswith("jinja") else json.dumps({"chat_template": TEMPLATE})
+    (tmp_path / file).write_text(content)
+    assert HubTokens(tmp_path).rendered([{"role": "user", "content": "hello"}]) == "[user] hello "
+    vocabulary = read_vocabulary(tmp_path)
+    assert vocabulary is not None and vocabulary.template == TEMPLATE
+
+
+def test_end_tokens_of_the_text_part_count(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mistral3", "text_config": {"eos_token_id": [2, 7]}})
+    )
+    assert end_ids_of(tmp_path) == {2, 7}

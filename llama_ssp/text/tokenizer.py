@@ -23,6 +23,7 @@ from llama_ssp.text.vocabulary import (
     Vocabulary,
     ends_with_token,
     notation_guessed,
+    template_of,
     tokenizer_folder,
     tokenizing,
     vocabulary_of,
@@ -277,9 +278,12 @@ def _of_folder(folder: Path) -> Any:
         from transformers import AutoTokenizer
 
     with quiet_library():  # `_unreadable` says in a line what transformers warns of
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, clean_up_tokenization_spaces=False
         )
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = template_of(folder)
+    return tokenizer
 
 
 def _unreadable(path: Path, found: str) -> ModelError:

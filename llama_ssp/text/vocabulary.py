@@ -18,6 +18,7 @@ from typing import Any
 
 from llama_ssp.errors import DataError, ModelError
 from llama_ssp.models.folder import is_gguf, read_json
+from llama_ssp.models.wrapped import text_part
 from llama_ssp.text.gguf_tokenizer import SPACE_MARK, HeaderTokenizer, end_ids
 
 Encode = Callable[[str], list[int]]
@@ -222,6 +223,22 @@ def tokenizer_folder(path: Path) -> Path | None:
     return path.parent if (path.parent / FILE).exists() else None
 
 
+def template_of(folder: Path) -> str | None:
+    """Returns a model's chat template; None if it has none, or several by name.
+
+    Models that also see may have it where their processor looks for it.
+    """
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        return template.read_text(encoding="utf-8")
+    for name in (SETTINGS, "chat_template.json", "processor_config.json"):
+        content = read_json(folder / name) if (folder / name).is_file() else {}
+        entry = content.get("chat_template")
+        if entry is not None:
+            return entry if isinstance(entry, str) else None
+    return None
+
+
 def read_vocabulary(path: Path) -> Vocabulary | None:
     """Reads a model's vocabulary from tokenizer.json or a GGUF header; returns None if it cannot."""
     from tokenizers import Tokenizer
@@ -251,7 +268,7 @@ def read_vocabulary(path: Path) -> Vocabulary | None:
 
     ids = tokenizer.get_vocab(with_added_tokens=True)
     ends = ends_with_token(path, ids) or _named(settings.get("eos_token"), ids)
-    content["chat_template"] = settings.get("chat_template")
+    content["chat_template"] = template_of(folder) if folder is not None else settings.get("chat_template")
     return vocabulary_of(content, ids, lambda text: begin(text, False), begin, ends)
 
 
@@ -292,6 +309,8 @@ def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Voc
 def end_ids_of(path: Path) -> frozenset[int]:
     """Returns all ids that end a text, from generation_config.json or config.json, or a GGUF header.
 
+    A config.json of a model that also sees may have them with its text part.
+
     Raises ModelError for what is no id. An id may have no token: models have such, negative ones, too.
     """
     if is_gguf(path):
@@ -319,7 +338,8 @@ def ends_with_token(path: Path, ids: Mapping[str, int], warns: bool = False) -> 
 
 def _ends_named_in(file: Path) -> list[int]:
     try:
-        entry = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        entry = text_part(content).get("eos_token_id")
     except (OSError, ValueError, AttributeError, RecursionError):
         return []
     if entry is None:
