@@ -24,12 +24,17 @@ from llama_ssp.models.folder import (
     tensors_of,
     weights_here,
 )
-from llama_ssp.models.formats.quantised_config import left_out, require_readable
+from llama_ssp.models.formats.quantised_config import (
+    MODELOPT,
+    left_out,
+    modelopt_claim,
+    require_readable,
+)
 from llama_ssp.models.heads.settings import head_settings, kind_of
 from llama_ssp.models.hub import cached_gguf, cached_tokenizer, commit_of, file_of, hub_copy
 from llama_ssp.models.packages import kept_file, package_copy
 from llama_ssp.models.sizes import Checkpoint, config_file, require_positions, sizes_of
-from llama_ssp.models.wrapped import TEXT, TEXT_TYPES, WHOLE, left_out_in_words, text_name, text_part
+from llama_ssp.models.wrapped import TEXT, TEXT_TYPES, WHOLE, left_out_in_words, naming, text_part
 
 log = logging.getLogger(__name__)
 
@@ -197,10 +202,9 @@ def inspect(path: Path) -> Checkpoint:
         return Checkpoint(path=path, config=config, tensors=tensors)
     require_safe(path)
     tensors = tensors_of(path)
-    left_out = ""
-    if WHOLE in config:
-        left_out = left_out_in_words(tensors)
-        tensors = {own: tensor for name, tensor in tensors.items() if (own := text_name(name)) is not None}
+    left_out = left_out_in_words(tensors) if WHOLE in config else ""
+    name_of = naming(config)
+    tensors = {own: tensor for name, tensor in tensors.items() if (own := name_of(name)) is not None}
     require_readable(path, config, {name: kind for name, (kind, _) in tensors.items()})
     return Checkpoint(path=path, config=config, tensors=tensors, left_out=left_out)
 
@@ -216,6 +220,8 @@ def read_config(path: Path) -> dict[str, Any]:
         config = read_header(path).config()
     else:
         config = read_json(path / "config.json")
+        if "quantization_config" not in config and (path / MODELOPT).is_file():
+            config["quantization_config"] = modelopt_claim(read_json(path / MODELOPT))
     require_counts(path, config)
     require_positions(path, config)
     if not isinstance(config.get("model_type"), str):

@@ -35,6 +35,7 @@ class Names:
     router: str = ""
     expert_up: tuple[str, ...] = ()
     expert_down: str = ""
+    others: tuple[tuple[str, str], ...] = ()  # names that some tools write, and these in their place
 
 
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -101,6 +102,12 @@ MIXTRAL_NAMES = Names(
     router="block_sparse_moe.gate",
     expert_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
     expert_down="block_sparse_moe.experts.{}.w2",
+    others=(
+        ("mlp.gate", "block_sparse_moe.gate"),
+        ("mlp.experts.{}.gate_proj", "block_sparse_moe.experts.{}.w1"),
+        ("mlp.experts.{}.up_proj", "block_sparse_moe.experts.{}.w3"),
+        ("mlp.experts.{}.down_proj", "block_sparse_moe.experts.{}.w2"),
+    ),
 )
 QWEN_MOE_NAMES = Names(
     qk_norm=QK_NORMS,

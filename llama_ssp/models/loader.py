@@ -37,7 +37,7 @@ from llama_ssp.models.shape import reason_against
 from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.models.synthetic import SyntheticSource, config_for, fill_module, require_filled
-from llama_ssp.models.wrapped import BEGINNINGS, WHOLE, kind_left_out
+from llama_ssp.models.wrapped import BEGINNINGS, WHOLE, kind_left_out, naming
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def opened(path: Path, config: Any, names: Mapping[str, Any]) -> Files:
         return GgufSource(read_header(path), config, names)
     prefix = family_of(config.model_type).names.embedding.partition(".")[0]
     content = read_config(path)
-    return source_of(path, names, prefix, quantised_config(content, path), wrapped=WHOLE in content)
+    return source_of(path, names, prefix, quantised_config(content, path), naming(content))
 
 
 @contextmanager

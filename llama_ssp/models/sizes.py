@@ -136,7 +136,9 @@ def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
     claimed = quantised_config(checkpoint.config, checkpoint.path)
     family = family_of(shape["family"])
     usual = kept.of_config(claimed)
-    if claimed is None or not checkpoint.tensors or not (usual.bits or claimed.method == "mxfp4"):
+    if claimed is None or not checkpoint.tensors:
+        return kept.usual(usual)
+    if not usual.bits and not claimed.rules and claimed.method != "mxfp4":
         return kept.usual(usual)
 
     names = kept.names_of(family.names)
