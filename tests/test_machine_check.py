@@ -477,6 +477,22 @@ def test_an_nvidia_smi_that_fails_is_said(
     assert (there.cards, there.fails) == ((), fails)
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "MPS"])
+def test_a_gpu_that_a_server_shares_is_fit(
+    is_shared: bool, nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """MPS is the one process of a GPU in exclusive mode, for all others: the trial can start."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if is_shared:
+        (tmp_path / "control").touch()
+    (tmp_path / "said").write_text(SAID.replace("Default", "Exclusive_Process", 1))
+    nvidia_smi(f"cat {tmp_path}/said")
+    cards = driver.driver_here().cards
+    (mode,) = (each for each in judged_here(with_driver(GPUS, cards=cards)) if each.name == "compute_mode")
+    assert (mode.verdict is Verdict.ok) == is_shared
+    assert mode.found.startswith(f"Default, Exclusive_Process{' (MPS)' if is_shared else ''}")
+
+
 def test_a_gpu_that_is_not_shown_matters_to_nobody(
     nvidia_smi: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
