@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llama_ssp.distributed.bounded import said_within
 from llama_ssp.distributed.gpus import SMI, gpus_here, is_shared
-from llama_ssp.tasks.machine.bounded import said_within
 
 ASK_S = 10.0  # without persistence mode the driver first sets all GPUs up
 DEVICE = Path("/dev/nvidia0")
