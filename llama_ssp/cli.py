@@ -284,7 +284,8 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     seed = chosen_seed(checked, task.name == "batch" and leads)
     inputs = RunInputs(run=recorded, seed=seed, pairs=pairs, reading=reading, place=place)
     keep_threads_to_share()
-    if world == 1 and not _computes_on_gpus(recorded):
+    on_gpus = _computes_on_gpus(recorded)  # on every rank: it sets how CUDA numbers GPUs, before CUDA starts
+    if world == 1 and not on_gpus:
         give_cores_away(times)
     with (
         GUARD.parting("stopped by a signal before the run began"),

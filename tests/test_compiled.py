@@ -405,6 +405,21 @@ def test_wrong_kernels_do_not_pass_their_probe(probes, monkeypatch):
             require()
 
 
+@pytest.mark.compiler
+@pytest.mark.parametrize("part", range(2), ids=["codes", "scales"])
+def test_a_kernel_that_takes_another_experts_codes_is_found(part, probes, monkeypatch):
+    """Each expert has codes, and scales, of its own."""
+
+    def of_the_first(x_PK: Tensor, expert_P: Tensor, stack: Stack, bias_EN: Tensor | None) -> Tensor:
+        parts = list(stack.parts)
+        parts[part] = parts[part][:1].expand_as(parts[part])
+        return in_turn(x_PK, expert_P, Stack(parts, stack.how), bias_EN)
+
+    monkeypatch.setattr(probe, "products", of_the_first)
+    with pytest.raises(ArithmeticError, match="pairs with experts in codes is off"):
+        probe.require_coded.__wrapped__(replace(CODED_KINDS[0], experts=True), CPU)
+
+
 def fail(*_: object) -> None:
     raise RuntimeError("out of resource: shared memory, Required: 200000, Hardware limit: 101376")
 

@@ -110,6 +110,7 @@ class BatchTask(Task[BatchConf]):
             )
             fix_k(pair, while_others_wait(ranks, partial(self._keep, pair)))
             pair.settle()
+            while_others_wait(ranks, partial(self._keep_trials, pair))
             self._engine = pair.engine(self._inputs.seed)
             self._settings = pair.run_settings(self._max_rows, is_clocked=False)
 
@@ -186,10 +187,8 @@ class BatchTask(Task[BatchConf]):
         return rows, prompts, costs
 
     def _keep(self, pair: PairSession) -> dict[str, Any]:
-        """Stores trials and costs if this process is the job's first; returns the costs that were stored."""
+        """Stores costs if this process is the job's first; returns the costs that were stored."""
         assert self._journal is not None
-        tried = [placed.role for placed in pair.placements if placed.on_trial]
-        self._journal.keep_trials({role: pair.engines[role] for role in tried})
         if pair.costs is None:
             return {}
         usual = pair.costs.usual
@@ -200,6 +199,12 @@ class BatchTask(Task[BatchConf]):
             "later": usual.later.value,
         }
         return dict(self._journal.kept(COSTS, costs))
+
+    def _keep_trials(self, pair: PairSession) -> None:
+        """Stores the trials' verdicts if this process is the job's first; else they have to be the same."""
+        assert self._journal is not None
+        tried = [placed.role for placed in pair.placements if placed.on_trial]
+        self._journal.keep_trials({role: pair.engines[role] for role in tried})
 
     # What is written next. The leader runs these.
 
