@@ -93,6 +93,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "olmo3": (
+        "olmo3", {
+            "layer_types": KINDS,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                   "original_max_position_embeddings": 40},
+            },
+        },
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 12}),
+    "exaone4": ("exaone4", {"layer_types": KINDS}),
+    # Positions that are scaled from 8 on: with the length of a model no test's text would be.
+    "ministral3": (
+        "ministral3", {
+            "head_dim": 12, "sliding_window": None,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=8, llama_4_scaling_beta=0.5),
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 12}),
+    "gemma": ("gemma", {"head_dim": 12}),
+    "cohere2": ("cohere2", {"layer_types": KINDS, "logit_scale": 0.3}),
+    "cohere": ("cohere", {"logit_scale": 0.3}),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        {"head_dim": 12, **rope("dynamic", factor=1.0, alpha=50.0)},
+    ),
 }  # fmt: skip
 
 # What the config of a family may say otherwise: the decoder is compared with transformers for these, too.
@@ -107,6 +134,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-partial": ("phi3", rope("default", partial_rotary_factor=0.5)),
     "linear-scaled": ("llama-mha", rope("linear", factor=4.0)),
     "yarn": ("llama-mha", rope("yarn", factor=4.0, original_max_position_embeddings=40)),
+    "exaone4-no-window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "cohere-normed": ("cohere", {"use_qk_norm": True}),
+    "cohere-biased": ("cohere", {"attention_bias": True}),
+    "glm4-unbiased": ("glm4", {"attention_bias": False}),
+    "ministral3-window": ("ministral3", {"sliding_window": WINDOW}),
+    "hunyuan-plain": ("hunyuan", rope("default")),
     "falcon-one-norm": ("falcon-gqa", {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 40}),
 }
 
@@ -174,7 +207,7 @@ def random_module(config: Any, mild: bool, seed: int = 0, dtype: torch.dtype = t
     model = AutoModelForCausalLM.from_config(config, **kernels_of(config, dtype))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            even = 8.0 if parameter.ndim > 1 else 1.0
+            even = 8.0 if parameter.ndim > 1 and "norm" not in key else 1.0
             parameter.mul_(even if mild else _factor(key, bool(config.tie_word_embeddings)))
     return model.to(dtype).eval()
 
@@ -200,6 +233,8 @@ def changed_module(architecture: str) -> Any:
     if rotary := getattr(plain, "rope_parameters", None):
         kinds = [kind for kind in rotary if kind in KINDS]
         changes |= rope("default", rope_theta=50.0)
+        if "llama_4_scaling_beta" in rotary:
+            changes["rope_parameters"] |= dict(llama_4_scaling_beta=0.7, original_max_position_embeddings=5)
         if kinds:  # a table for each kind of layer
             each = {kind: {"rope_type": "default", "rope_theta": 50.0 + n} for n, kind in enumerate(kinds)}
             changes["rope_parameters"] = each

@@ -1,5 +1,6 @@
 """The decoder gives the logits of transformers' module, for every family that has a row."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.attention import Places
-from llama_ssp.models.families import TESTED_FAMILIES
+from llama_ssp.models.families import FAMILIES, TESTED_FAMILIES
 from llama_ssp.models.interface import Tally
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels.large_pages import PAGE
@@ -35,6 +36,61 @@ def test_the_decoder_follows_every_value_of_the_config(architecture):
     module = changed_module(architecture)
     assert reason_against(module.config) is None
     require_same(module, *walked(decoder_of(module)))
+
+
+# A model, and its row without one of its flags.
+CONTROLS: list[tuple[str, dict[str, Any]]] = [
+    ("cohere", {"layer_norm": False}),
+    ("cohere", {"unbiased_norms": False}),
+    ("cohere", {"rotary_pairs": False}),
+    ("cohere", {"in_parallel": False}),
+    ("cohere", {"logit_key": ""}),
+    ("cohere-normed", {"norm_by_head": False}),
+    ("cohere-normed", {"qk_norm_key": "attention_bias"}),
+    ("cohere2", {"layer_norm": False}),
+    ("cohere2", {"rotary_pairs": False}),
+    ("cohere2", {"rotary_in_windows": False}),
+    ("cohere2", {"in_parallel": False}),
+    ("cohere2", {"logit_key": ""}),
+    ("cohere2", {"window": None}),
+    ("exaone4", {"rotary_in_windows": False}),
+    ("exaone4", {"window": None}),
+    ("gemma", {"norm_offset": 0}),
+    ("gemma", {"scaled_embedding": False}),
+    ("glm4", {"rotary_pairs": False}),
+    ("glm4", {"unbiased_output": False}),
+    ("hunyuan", {"norm_turned": False}),
+    ("ministral3", {"growing_queries": False}),
+    ("ministral3-window", {"window": None}),
+    ("olmo3", {"whole_qk_norm": False}),
+    ("olmo3", {"window": None}),
+    ("seed_oss", {"unbiased_output": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "without"), CONTROLS, ids=lambda part: "-".join(map(str, part)))
+@torch.inference_mode()
+def test_a_row_without_a_flag_gives_other_logits(
+    name: str, without: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or looks for other tensors."""
+    module = module_of(name)
+    family = module.config.model_type
+    monkeypatch.setitem(FAMILIES, family, replace(FAMILIES[family], **without))
+    with pytest.raises(AssertionError):
+        require_same(module, *walked(decoder_of(module)))
+
+
+@pytest.mark.parametrize("name", ["hunyuan", "olmo3"])
+@torch.inference_mode()
+def test_a_table_of_rotary_positions_of_another_kind_is_seen(name: str) -> None:
+    """A base that does not change, and a table for each kind of layer: of another one logits differ."""
+    module = module_of(name)
+    decoder = decoder_of(module)
+    for rotary in decoder.rotaries.values():
+        rotary.frequency = 1.0 / 1e4 ** torch.linspace(0, 1, len(rotary.frequency) + 1)[:-1]
+    with pytest.raises(AssertionError):
+        require_same(module, *walked(decoder))
 
 
 @pytest.mark.slow
@@ -107,8 +163,21 @@ def test_neighbours_do_not_change_a_row_by_a_bit():
         ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim: 16"),
         ("falcon", {"alibi": True}, "alibi: True"),
         ("llama-mha", families.rope("dynamic", factor=2.0), "rope_type: dynamic"),
+        ("hunyuan", families.rope("dynamic", factor=2.0), "rope_type: dynamic"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
+        ("seed_oss", {"attention_out_bias": True}, "attention_out_bias: True"),
     ],
-    ids=["no affine", "norm last", "no final norm", "a projection", "alibi", "dynamic rope"],
+    ids=[
+        "no affine",
+        "norm last",
+        "no final norm",
+        "a projection",
+        "alibi",
+        "dynamic rope",
+        "dynamic rope without an alpha",
+        "attention to later tokens",
+        "a biased output",
+    ],
 )
 def test_what_the_decoder_does_not_run(name: str, changes: dict[str, Any], reason: str):
     assert reason_against(build(name, **changes).config) == reason

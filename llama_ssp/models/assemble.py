@@ -142,6 +142,9 @@ class Assembly:
             head_dim=shape.head_dim,
             scores=Scores(scale=shape.scale, window=own.window, softcap=shape.softcap),
             rotary=own.rotary,
+            in_pairs=shape.family.rotary_pairs,
+            norm_turned=shape.family.norm_turned,
+            growth=shape.growth,
         )
         return Attention(
             qkv=self.columns(prefix, Part.qkv),
@@ -153,7 +156,7 @@ class Assembly:
 
     def qk_norms(self, prefix: str) -> nn.Module | None:
         shape = self.shape
-        if not shape.family.names.qk_norm:
+        if not shape.qk_norm:
             return None
         query_row = self.row(Part.query_norm)
         key_row = self.row(Part.key_norm)

@@ -13,7 +13,7 @@ a row of `states`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 from functools import lru_cache
@@ -45,6 +45,8 @@ NORMS = "norms"
 POSITIONS = "positions"
 
 BLOCK_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's
+
 KEYS = "keys"
 VALUES = "values"
 
@@ -80,7 +82,8 @@ class Split(Enum):
     whole = auto()  # nothing
     tokens = auto()  # rows of the vocabulary, in the embedding
     vocabulary = auto()  # rows of the vocabulary, in the head
-    heads = auto()  # one number a query head
+    heads = auto()  # one number a query head, or one row
+    kv_heads = auto()  # one row a KV head
     queries = auto()  # query heads
     keys = auto()  # KV heads
     qkv = auto()  # query heads, keys' heads and values' heads, one after the other
@@ -129,6 +132,7 @@ class Sizes:
     sparse: tuple[int, ...]  # the blocks with experts
     position_rows: int  # of a learned table of positions; 0: rotary
     norms: tuple[str, ...]  # names of a block's norms, as of BLOCK_NORMS; empty where there is none
+    qk_norm: bool  # queries and keys have norms
     attention_bias: bool | None  # None: as usual in the family
     mlp_bias: bool | None
     tied: bool  # the head is the embedding
@@ -219,6 +223,8 @@ class Share:
                 return [self.vocab]
             case Split.heads:
                 return [self.heads.query]
+            case Split.kv_heads:
+                return [self.heads.kv]
             case Split.queries | Split.head_inputs:
                 return [query]
             case Split.keys:
@@ -346,6 +352,7 @@ def sizes_of_model(model: ModelConf) -> Sizes:
         sparse=tuple(sparse),
         position_rows=position_rows,
         norms=norms,
+        qk_norm=family.qk_norm(model.qk_norm),
         attention_bias=model.attention_bias,
         mlp_bias=model.mlp_bias,
         tied=model.tied and not model.is_head,  # what a head embeds is not its output's table
@@ -377,6 +384,15 @@ def tensors_on_disk(sizes: Sizes) -> dict[str, tuple[int, ...]]:
                 if row.bias:
                     tensors[prefix + row.bias.format(number)] = row.bias_sizes
     return tensors
+
+
+def model_name(key: str, known: Collection[str], prefix: str) -> str:
+    """The model's name for a tensor on disk."""
+    for old, new in RENAMED.items():
+        if key not in known and key.startswith(old):
+            key = new + key.removeprefix(old)
+    candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+    return next((name for name in candidates if name in known), key)
 
 
 def _model(sizes: Sizes) -> Iterator[TensorRow]:
@@ -436,13 +452,18 @@ def _attention(sizes: Sizes, inputs: int | None = None) -> Iterator[TensorRow]:
             blocks=every,
             in_gguf=in_gguf[name],
         )
-    if names.qk_norm:
-        heads = [(Part.query_norm, sizes.n_heads, Split.queries), (Part.key_norm, sizes.n_kv, Split.keys)]
-        for name, (part, count, split) in zip(names.qk_norm, heads, strict=True):
-            row = _norm(sizes, part, name, size=sizes.head_dim, blocks=every)
-            if family.whole_qk_norm:
-                row = replace(row, outputs=count * sizes.head_dim, split=split)
-            yield row
+    if sizes.qk_norm:
+        query_name, key_name = names.qk_norm
+        query = _norm(sizes, Part.query_norm, query_name, size=sizes.head_dim, blocks=every)
+        key = _norm(sizes, Part.key_norm, key_name, size=sizes.head_dim, blocks=every)
+        if family.whole_qk_norm:
+            query = replace(query, outputs=queries, split=Split.queries)
+            key = replace(key, outputs=keys, split=Split.keys)
+        elif family.norm_by_head:  # (heads, head_dim)
+            query = replace(query, outputs=sizes.n_heads, inputs=sizes.head_dim, split=Split.heads)
+            key = replace(key, outputs=sizes.n_kv, inputs=sizes.head_dim, split=Split.kv_heads)
+        yield query
+        yield key
     if names.sinks:
         yield TensorRow(
             part=Part.sinks,
@@ -452,11 +473,12 @@ def _attention(sizes: Sizes, inputs: int | None = None) -> Iterator[TensorRow]:
             split=Split.heads,
             blocks=every,
         )
+    said = False if family.unbiased_output else sizes.attention_bias
     yield TensorRow(
         part=Part.output,
         group=LAYERS,
         weight=f"{names.output}.weight",
-        bias=f"{names.output}.bias" if sizes.is_biased(names.output, sizes.attention_bias) else "",
+        bias=f"{names.output}.bias" if sizes.is_biased(names.output, said) else "",
         outputs=sizes.dim,
         inputs=queries,
         split=Split.head_inputs,
@@ -554,7 +576,7 @@ def _norm(
         part=part,
         group=NORMS,
         weight=f"{name}.weight",
-        bias=f"{name}.bias" if sizes.family.layer_norm else "",
+        bias=f"{name}.bias" if sizes.family.layer_norm and not sizes.family.unbiased_norms else "",
         outputs=size or sizes.dim,
         blocks=blocks,
     )

@@ -12,6 +12,15 @@ LOCAL = ("sliding_attention", "local")  # kinds of layers with a window
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 ACTIVATIONS = ("hidden_activation", "activation_function", "activation", "hidden_act")
 SCALED_AT_RUN_TIME = ("dynamic",)  # kinds of rotary positions that follow the longest text of a pass
+FIXED_ALPHA = "fixed alpha"  # with d numbers a head, the base is theta * alpha^(d / (d - 2))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How queries grow with their position p: by the factor 1 + beta log(1 + floor(p / length))."""
+
+    beta: float
+    length: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,7 @@ class Shape(Sizes):
     activation: str
     blocks: tuple[BlockShape, ...]
     scale: float  # of attention scores
+    growth: Growth | None  # of queries
     softcap: float | None  # of attention scores
     logit_softcap: float | None
     embedding_scale: float
@@ -49,11 +59,11 @@ def reason_against(config: Any) -> str | None:
     if family is None:
         return f"model_type: {config.model_type}"
     for key, value in family.needs.items():
-        if getattr(config, key, value) != value:
+        if (getattr(config, key, value) or None) != (value or None):  # null, false and 0 say the same
             return f"{key}: {getattr(config, key)}"
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
         return f"word_embed_proj_dim: {config.word_embed_proj_dim}"
-    kinds = {parameters.get("rope_type", "default") for parameters in rotary_parameters(config).values()}
+    kinds = {rotary_kind(parameters, family) for parameters in rotary_parameters(config).values()}
     at_run_time = kinds.intersection(SCALED_AT_RUN_TIME)
     return f"rope_type: {at_run_time.pop()}" if at_run_time else None
 
@@ -75,6 +85,8 @@ def shape_of(config: Any) -> Shape:
         logit_divisor = float(config.logits_scaling)
     elif family.scaled_embedding:
         embedding_scale = config.hidden_size**0.5
+    if family.logit_key:
+        logit_divisor = 1 / float(getattr(config, family.logit_key))
 
     softcap = None
     if family.softcap:
@@ -106,16 +118,18 @@ def shape_of(config: Any) -> Shape:
         sparse=tuple(number for number, block in enumerate(blocks) if block.experts),
         position_rows=position_rows,
         norms=_norms(config, family),
+        qk_norm=family.qk_norm(_said(config, family.qk_norm_key)),
         attention_bias=_said(config, family.bias_keys[0]),
         mlp_bias=_said(config, family.bias_keys[1]),
         blocks=blocks,
         scale=_score_scale(config, family, head_dim),
+        growth=_growth(config, family),
         softcap=softcap,
         logit_softcap=_first(config, ("final_logit_softcapping",)),
         embedding_scale=embedding_scale,
         residual_scale=residual_scale,
         logit_divisor=logit_divisor,
-        parallel=any(getattr(config, key) for key in family.parallel),
+        parallel=family.in_parallel or any(getattr(config, key) for key in family.parallel),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         experts=experts,
         top_k=int(getattr(config, "num_experts_per_tok", 0) or 0),
@@ -132,6 +146,12 @@ def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
     if by_kind or not content:
         return by_kind
     return {ALL: content}
+
+
+def rotary_kind(parameters: dict[str, Any], family: Family) -> str:
+    """Returns the type of rotary positions; FIXED_ALPHA where a base that does not change is meant."""
+    kind = str(parameters.get("rope_type", "default"))
+    return FIXED_ALPHA if family.fixed_alpha and kind == "dynamic" and parameters.get("alpha") else kind
 
 
 def longrope_limit(config: Any) -> int | None:
@@ -168,6 +188,8 @@ def _blocks(config: Any, family: Family, has_experts: bool) -> tuple[BlockShape,
     rotated = [True] * count
     if family.rotary_layers:
         rotated = getattr(config, family.rotary_layers)
+    elif family.rotary_in_windows and window is not None:
+        rotated = [kind in LOCAL for kind in kinds or ()]
     tables = rotary_parameters(config) if family.position_rows is None else {}
 
     dense = getattr(config, "mlp_only_layers", None)
@@ -206,6 +228,15 @@ def _score_scale(config: Any, family: Family, head_dim: int) -> float:
     if family.scale_key:
         divisor = float(getattr(config, family.scale_key))
     return float(divisor**-0.5)
+
+
+def _growth(config: Any, family: Family) -> Growth | None:
+    """Returns how queries grow; None where they do not."""
+    if not family.growing_queries:
+        return None
+    (parameters,) = rotary_parameters(config).values()
+    beta = parameters.get("llama_4_scaling_beta")
+    return Growth(beta=float(beta), length=int(parameters[SCALED_FROM])) if beta else None
 
 
 def _first(config: Any, keys: tuple[str, ...]) -> Any:

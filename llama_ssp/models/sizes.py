@@ -114,6 +114,7 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "context": context_within(size(*POSITIONS, default=family.context), config),
         "tied": not any(name.startswith(HEADS) for name in checkpoint.tensors),
         "sliding_window": size(window.key, default=window.default) if window else None,
+        "qk_norm": config.get(family.qk_norm_key) if family.qk_norm_key else None,
         "attention_bias": attention_bias,
         "mlp_bias": mlp_bias,
     }

@@ -74,6 +74,8 @@ def config_for(model: ModelConf) -> Any:
     for key, said in zip(family.bias_keys, (model.attention_bias, model.mlp_bias), strict=True):
         if key and said is not None:
             shape[key] = said
+    if family.qk_norm_key and model.qk_norm is not None:
+        shape[family.qk_norm_key] = model.qk_norm
     if family.multi_query:
         shape["new_decoder_architecture"] = model.n_kv_heads > 1
         shape["num_kv_heads"] = model.n_kv_heads

@@ -106,7 +106,7 @@ def _norm(role: RolePart) -> int:
 def _attention(role: RolePart) -> int:
     """A token's queries, keys and values, before and after they are turned; one row's again; the outputs."""
     part = role.part
-    copies = 2 if part.family.qk_norm else 1
+    copies = 2 if part.sizes.qk_norm else 1
     turned = copies * (2 * part.query_width + 3 * part.key_width)
     return width(role.dtype) * (turned + 4 * part.query_width + part.dim)
 
