@@ -214,5 +214,7 @@ def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[st
     for group, values in (("sampling", acting), ("speculation", plain["speculation"])):
         chosen |= {f"{group}.{key}": value for key, value in values.items()}
     chosen |= {f"task.{key}": plain["task"][key] for key in OF_TASK}
-    chosen |= {"task.fields": fields} if (fields := sorted(plain["task"]["fields"])) else {}  # 0.2 had none
+    # Jobs of earlier versions have neither.
+    chosen |= {"task.fields": fields} if (fields := sorted(plain["task"]["fields"])) else {}
+    chosen |= {"task.template": arguments} if (arguments := run.task.template_arguments) else {}
     return dict(json.loads(json.dumps(chosen)))  # in run.json the keys of `logit_bias` are texts

@@ -572,7 +572,10 @@ def begin(job: Job, pair: PairSession) -> Journal:
 def tokenised(record: Request, pair: PairSession) -> TokenRequest:
     """Returns the request as token ids. Raises Refused where the model cannot continue it."""
     text = TextPrompt(record.id, record.said, record.where)
-    task = replace(pair.run.task_as(BatchConf), max_new_tokens=record.max_new_tokens)
+    task = pair.run.task_as(BatchConf)
+    task = replace(
+        task, max_new_tokens=record.max_new_tokens, enable_thinking=None, template=dict(record.template)
+    )
     run = replace(pair.run, task=task)
     try:
         return TokenRequest(
