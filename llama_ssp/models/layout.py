@@ -13,7 +13,7 @@ a row of `states`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 from functools import lru_cache
@@ -45,6 +45,8 @@ NORMS = "norms"
 POSITIONS = "positions"
 
 BLOCK_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's
+
 KEYS = "keys"
 VALUES = "values"
 
@@ -377,6 +379,15 @@ def tensors_on_disk(sizes: Sizes) -> dict[str, tuple[int, ...]]:
                 if row.bias:
                     tensors[prefix + row.bias.format(number)] = row.bias_sizes
     return tensors
+
+
+def model_name(key: str, known: Collection[str], prefix: str) -> str:
+    """The model's name for a tensor on disk."""
+    for old, new in RENAMED.items():
+        if key not in known and key.startswith(old):
+            key = new + key.removeprefix(old)
+    candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+    return next((name for name in candidates if name in known), key)
 
 
 def _model(sizes: Sizes) -> Iterator[TensorRow]:

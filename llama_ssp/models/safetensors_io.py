@@ -11,11 +11,11 @@ from torch import Tensor
 
 from llama_ssp.models.folder import weight_files
 from llama_ssp.models.formats.coded import Coded, taken
+from llama_ssp.models.layout import model_name
 from llama_ssp.models.sharding import Cut
 
 ReadWatch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Takes the model's name and the bytes to read; what it returns is called with the bytes of each tensor."""
-RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's
 # Tables that old checkpoints hold and that models compute.
 COMPUTED = (".inv_freq", ".masked_bias", ".attention.bias", ".attn.bias")
 
@@ -59,15 +59,6 @@ class FileSource:
     def read(self, name: str, cut: Cut | None) -> Tensor | Coded:
         handle, key = self._places[name]
         return taken(handle.get_slice(key) if cut else handle.get_tensor(key), cut)
-
-
-def model_name(key: str, known: Collection[str], prefix: str) -> str:
-    """The model's name for a tensor on disk."""
-    for old, new in RENAMED.items():
-        if key not in known and key.startswith(old):
-            key = new + key.removeprefix(old)
-    candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
-    return next((name for name in candidates if name in known), key)
 
 
 @contextmanager
