@@ -24,7 +24,7 @@ from llama_ssp.config import (
     resolved,
 )
 from llama_ssp.errors import DataError, UsageError
-from llama_ssp.models.folder import fingerprint
+from llama_ssp.models.folder import adapter_fingerprint, fingerprint
 from llama_ssp.placing.draft_length import decided_words, kept_of_job
 
 if TYPE_CHECKING:
@@ -210,6 +210,8 @@ def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[st
         keys = ("dtype",) if path else OF_MODEL  # files say the rest themselves, wherever they lie
         chosen |= {f"{role}.{key}": plain[role][key] for key in keys}
         chosen[f"{role}.files"] = fingerprint(path) if path else None
+        if plain[role]["adapter"] is not None:  # 0.3 had none
+            chosen[f"{role}.adapter"] = adapter_fingerprint(home_expanded(plain[role]["adapter"]))
     acting = asdict(run.sampling.controls)
     for group, values in (("sampling", acting), ("speculation", plain["speculation"])):
         chosen |= {f"{group}.{key}": value for key, value in values.items()}

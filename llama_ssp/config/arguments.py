@@ -413,7 +413,7 @@ def _no_draft(given: Sequence[Override]) -> list[str]:
     if "experiment" in chosen:  # it may name models
         return []
     for role in ROLES:
-        files = [key for key in (f"{role}.path", f"{role}.repo") if key in chosen]
+        files = [key for key in (f"{role}.path", f"{role}.repo", f"{role}.adapter") if key in chosen]
         if files and role not in chosen:
             raise UsageError(
                 f"{files[0]} is given, and no {role} is named",

@@ -14,6 +14,7 @@ import torch
 from llama_ssp.config import OWN_CODES, Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
+from llama_ssp.models.adapter import require_for_module
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.causal_lm import CausalModel, kernels_of
 from llama_ssp.models.checkpoint import read_config
@@ -22,6 +23,7 @@ from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import MTP_LAYERS, TESTED_FAMILIES, family_of
 from llama_ssp.models.folder import REFETCH, is_gguf
+from llama_ssp.models.formats.adapted_source import adapted, merge
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.host_memory import return_memory
@@ -81,14 +83,16 @@ def load(
         with watch(f"{role} {model.name}", total) as report:
             layers = decoder(config, WatchedSource(source, total, report), ranks, form, drafts)
     else:
-        with _checked(path, config) as files:
+        with _checked(path, config) as files, adapted(files, model, config, role, numbers) as weights:
             total = bytes_on_disk(path)
             with watch(f"{role} {model.name}", total) as report:
-                layers = decoder(config, WatchedSource(files, total, report), ranks, form, drafts)
+                layers = decoder(config, WatchedSource(weights, total, report), ranks, form, drafts)
     return_memory()
 
     line = f"{role} {model.name}: {dtype.value} on {device}"
     level = logging.DEBUG
+    if model.adapter is not None:
+        line += f", with adapter {model.adapter}"
     if ranks.world > 1:
         line += f", over {ranks.world} ranks"
     if path is None and not drafts:
@@ -146,10 +150,13 @@ def _checked(path: Path, config: Any) -> Iterator[Files]:
 
 
 def load_module(model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str) -> Any:
-    """Returns transformers' module with its weights."""
+    """Returns transformers' module with its weights, and what an adapter adds to them."""
     if path is None:
         return made(shaped(model, None, dtype, role), model, dtype, device, role)
-    return read(path, dtype, {"": device})
+    require_for_module(model, dtype, role)
+    module = read(path, dtype, {"": device})
+    merge(module, model, role)
+    return module
 
 
 def tried(causal: CausalModel) -> CausalModel:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from llama_ssp.models.folder import weight_files
 from llama_ssp.models.formats.coded import Coded, taken
+from llama_ssp.models.layout import model_name
 from llama_ssp.models.sharding import ROWS, Cut
 
 ReadWatch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Takes the model's name and the bytes to read; what it returns is called with the bytes of each tensor."""
 NameOf = Callable[[str], str | None]
-RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's
 # Tables that old checkpoints hold and that models compute.
 COMPUTED = (".inv_freq", ".masked_bias", ".attention.bias", ".attn.bias")
 
@@ -167,15 +167,6 @@ def _members(stem: str, stacks: dict[str, tuple[Any, str]]) -> dict[str, Member]
                 handle=handle, key=key, number=number, first=place, shape=shape, inputs_first=inputs_first
             )
     return result
-
-
-def model_name(key: str, known: Collection[str], prefix: str) -> str:
-    """The model's name for a tensor on disk."""
-    for old, new in RENAMED.items():
-        if key not in known and key.startswith(old):
-            key = new + key.removeprefix(old)
-    candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
-    return next((name for name in candidates if name in known), key)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from llama_ssp.models.formats.block_layouts import STATE, FourBit, Mxfp4Experts,
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.formats.layouts import Awq, Gptq, Matrix, PackQuantized, Scaled, Stored
 from llama_ssp.models.formats.quantised_config import PLAIN, QuantisedConfig
-from llama_ssp.models.safetensors_io import FileSource, NameOf, model_name
+from llama_ssp.models.layout import model_name
+from llama_ssp.models.safetensors_io import FileSource, NameOf
 from llama_ssp.models.sharding import Cut
 
 # Of LLM.int8: 1/127, rounded as in bitsandbytes' own decoding of stored matrices. `LLM_INT8` of
