@@ -353,15 +353,30 @@ IN_BLOCKS = EXPERTS | {"head_dim": 32, "intermediate_size": 256, "moe_intermedia
 MOE = {
     f"{family}-{name}": replace(form, family=family, changes=sizes)
     for families, name, form, sizes in (
-        (("mixtral", "qwen3_moe"), "int4", compressed(4, "int", "group", group_size=32), EXPERTS),
+        (
+            ("mixtral", "qwen3_moe", "glm4_moe"),
+            "int4",
+            compressed(4, "int", "group", group_size=32),
+            EXPERTS,
+        ),
         (("mixtral",), "fp8", compressed(8, "float", "channel"), EXPERTS),
-        (("mixtral", "qwen3_moe"), "blocks", fine_grained(), IN_BLOCKS),
+        (("mixtral", "qwen3_moe", "glm4_moe"), "blocks", fine_grained(), IN_BLOCKS),
         (("mixtral",), "awq", awq(32), EXPERTS),
         (("mixtral",), "gptq", gptq(group=32, symmetric=False), EXPERTS),
     )
     for family in families
 }
-ALL = FORMATS | MOE
+# Rows with names, biases, norms and parts of their own.
+ROWS = {
+    f"{family}-int4": replace(compressed(4, "int", "group", group_size=32), family=family, changes=changes)
+    for family, changes in (
+        ("apertus", {}),
+        ("cohere", {"use_qk_norm": True}),
+        ("glm4", {"head_dim": 32}),
+        ("seed_oss", {"head_dim": 32}),
+    )
+}
+ALL = FORMATS | MOE | ROWS
 
 
 def quantised(name: str, folder: Path, **sizes: int) -> Path:

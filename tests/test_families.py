@@ -90,6 +90,9 @@ def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: P
         ("qwen3_moe", {"mlp_only_layers": [1]}, 2, (4, 2, 24, 1)),
         ("qwen3_moe", {"decoder_sparse_step": 2}, 2, (4, 2, 24, 2)),
         ("gpt_oss", {}, 2, (4, 2, 48, 0)),
+        ("glm4_moe", {}, 2, (8, 3, 24, 1)),
+        ("glm4_moe", {"first_k_dense_replace": 0}, 2, (8, 3, 24, 0)),
+        ("glm4_moe", {"mlp_only_layers": [2]}, 2, (8, 3, 24, 1)),
     ],
     ids=[
         "falcon",
@@ -99,6 +102,9 @@ def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: P
         "qwen3_moe, a dense layer",
         "qwen3_moe, every other",
         "gpt_oss",
+        "glm4_moe",
+        "glm4_moe, no dense layer",
+        "glm4_moe, a key that it ignores",
     ],
 )
 def test_shapes_are_read_from_files(
@@ -224,7 +230,8 @@ def test_a_row_names_the_layers_of_its_module() -> None:
             for path, part in blocks[0].named_modules()
             if isinstance(part, torch.nn.Linear)
         ]
-        mlp = () if row.names.router else (*row.names.up, row.names.down)
+        is_dense = not shape_of(module.config).blocks[0].experts
+        mlp = (*row.names.up, row.names.down) if is_dense else ()
         named = {path.rpartition(".")[2] for path in (*row.names.qkv, row.names.output, *mlp)}
         assert {leaf for leaf, _ in linears} == named, name
         assert {leaf for leaf, part in linears if part.bias is not None} == set(row.biased), name

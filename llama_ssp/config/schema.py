@@ -163,6 +163,7 @@ class ModelConf:
     experts: int = size("Experts of a layer; 0 is none.")
     experts_per_token: int = size("Experts that a token is sent to.")
     expert_ffn: int = size("Width of an expert.")
+    shared_ffn: int = size("Width of the experts that all tokens go through, together; 0 is none.")
     dense_layers: int = size("Layers without experts, in a model that has them.")
     code_bits: int = number(0, 0, 8, "Bits of a code of a quantised checkpoint; 0 is none.")
     code_group: int = size("Inputs that share a scale; 0 is a whole row.")

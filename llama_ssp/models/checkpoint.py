@@ -154,6 +154,16 @@ def _possible(model: ModelConf, role: str) -> ModelConf:
             found=f"{model.family} with {model.experts} experts",
             fix=f"correct {role}.experts, {role}.experts_per_token and {role}.expert_ffn",
         )
+    shared = family_of(model.family).names.shared_down
+    is_whole = not model.shared_ffn or (bool(shared) and model.shared_ffn % model.expert_ffn == 0)
+    if bool(shared) != bool(model.shared_ffn) or not is_whole:
+        raise ModelError(
+            "the family's experts for all tokens have another width",
+            where=f"{role} {model.name}",
+            found=f"{model.family} with {model.shared_ffn}",
+            allowed="a multiple of expert_ffn" if shared else "0",
+            fix=f"correct {role}.shared_ffn",
+        )
     return model
 
 

@@ -163,6 +163,30 @@ def grown(growth: Growth, position_T: Tensor) -> Tensor:
     return 1 + growth.beta * torch.log(1 + step_T)
 
 
+class Xielu(nn.Module):
+    """xIELU, computed in fp32, with two numbers that were trained, a for x > 0 and b.
+
+    Above 0 it is softplus(a) x^2 + beta x, else (beta + softplus(b)) (exp(min(x, limit)) - 1 - x) + beta x.
+    """
+
+    beta: Tensor
+    limit: Tensor
+
+    def __init__(self, above: Tensor, below: Tensor, beta: Tensor, limit: Tensor) -> None:
+        super().__init__()
+        self.above = nn.Parameter(above, requires_grad=False)
+        self.below = nn.Parameter(below, requires_grad=False)
+        self.register_buffer("beta", beta, persistent=False)
+        self.register_buffer("limit", limit, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        above = functional.softplus(self.above.float())
+        below = self.beta + functional.softplus(self.below.float())
+        negative = (torch.expm1(torch.minimum(wide, self.limit)) - wide) * below + self.beta * wide
+        return torch.where(wide > 0, above * wide * wide + self.beta * wide, negative).to(x.dtype)
+
+
 class Mlp(nn.Module):
     """Two linear layers with an activation; `gated`: the first gives a gate and what it multiplies."""
 

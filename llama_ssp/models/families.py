@@ -32,10 +32,14 @@ class Names:
     output: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # gate and up, both in one, or up alone
     down: str = "mlp.down_proj"
+    activation: str = ""  # that has tensors of its own: xIELU
     router: str = ""
+    correction: str = ""  # of the router's scores, where they decide which experts are chosen
     expert_up: tuple[str, ...] = ()
     expert_down: str = ""
     others: tuple[tuple[str, str], ...] = ()  # names that some tools write, and these in their place
+    shared_up: tuple[str, ...] = ()  # experts that all tokens go through, as one
+    shared_down: str = ""
 
 
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -46,6 +50,14 @@ SANDWICHED = replace(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
+)
+APERTUS_NAMES = replace(
+    LLAMA_NAMES,
+    before_attention="attention_layernorm",
+    before_mlp="feedforward_layernorm",
+    qk_norm=QK_NORMS,
+    up=("mlp.up_proj",),
+    activation="mlp.act_fn",
 )
 GLM4_NAMES = replace(
     LLAMA_NAMES,
@@ -121,6 +133,12 @@ QWEN_MOE_NAMES = Names(
     router="mlp.gate",
     expert_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     expert_down="mlp.experts.{}.down_proj",
+)
+GLM4_MOE_NAMES = replace(
+    QWEN_MOE_NAMES,
+    correction="mlp.gate.e_score_correction_bias",
+    shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared_down="mlp.shared_experts.down_proj",
 )
 GPT_OSS_NAMES = Names(
     sinks="self_attn.sinks",
@@ -203,6 +221,8 @@ class Family:
     rotary_in_windows: bool = False  # of a model with a window, only layers with it have rotary positions
     fixed_alpha: bool = False  # rotary positions of type `dynamic` with an `alpha` have a fixed base
     normed_top: str | None = None  # of the config: experts' weights sum to one; None: always
+    first_dense: str = ""  # key of the config: how many of the first layers have no experts; by default one
+    sigmoids: bool = False  # experts are chosen in groups, and weighed, by sigmoids of the router's logits
     clamped: bool = False  # experts interleave gate and up, clamp both, and weigh after the choice
     needs: Mapping[str, object] = field(default_factory=dict)  # values of the config that decoder.py has
     gguf: Gguf = NOT_READ
@@ -242,6 +262,10 @@ QKV = ("q_proj", "k_proj", "v_proj")
 PARALLEL_NAMES = replace(LLAMA_NAMES, before_mlp="")
 POST_NORMED = replace(SANDWICHED, before_attention="", before_mlp="", qk_norm=QK_NORMS)
 FAMILIES = {
+    "apertus": Family(
+        bias_keys=ATTENTION_BIAS, mlp_states=9, names=APERTUS_NAMES,  # xIELU's steps are in fp32
+        needs={"hidden_act": "xielu"},
+    ),
     "cohere": Family(
         bias_keys=ATTENTION_BIAS, layer_norm=True, unbiased_norms=True, rotary_pairs=True, tied=True,
         names=replace(PARALLEL_NAMES, qk_norm=QK_NORMS), norm_by_head=True, qk_norm_key="use_qk_norm",
@@ -279,6 +303,11 @@ FAMILIES = {
     "glm4": Family(
         biased=QKV, bias_keys=ATTENTION_BIAS, unbiased_output=True, rotary=0.5, rotary_pairs=True,
         mlp_states=4, fused_mlp=True, names=GLM4_NAMES,
+    ),
+    "glm4_moe": Family(
+        bias_keys=ATTENTION_BIAS, unbiased_output=True, rotary=0.5, names=GLM4_MOE_NAMES,
+        qk_norm_key="use_qk_norm", normed_top="norm_topk_prob", first_dense="first_k_dense_replace",
+        sigmoids=True,
     ),
     "gpt_neo": Family(
         biased=("out_proj", "c_fc", "c_proj"), grouped=False, masks_inside=True,
@@ -356,7 +385,7 @@ READ_TOGETHER_BEYOND = {"doge": "keep_window_size"}
 # The key of how many layers for multi-token prediction come after the last one; they are not read.
 MTP_LAYERS = "num_nextn_predict_layers"
 
-EXPERTS = ("num_local_experts", "num_experts")  # keys of how many there are in a layer
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of how many there are in a layer
 
 
 def expert_layers(layers: int, dense: Collection[int], step: int) -> list[bool]:

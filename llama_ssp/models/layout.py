@@ -43,6 +43,7 @@ LAYERS = "layers"
 EXPERTS = "experts"
 NORMS = "norms"
 POSITIONS = "positions"
+BUFFERS = "buffers"  # small tensors that are kept in fp32 whatever the number format, and no parameters
 
 BLOCK_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's
@@ -65,9 +66,16 @@ class Part(StrEnum):
     output = auto()
     up = auto()
     down = auto()
+    alpha_above = auto()  # of xIELU, above 0 and below; then its two constants
+    alpha_below = auto()
+    beta = auto()
+    limit = auto()
     router = auto()
+    correction = auto()  # of the router's scores
     expert_up = auto()
     expert_down = auto()
+    shared_up = auto()  # of experts that all tokens go through
+    shared_down = auto()
     before_attention = auto()
     after_attention = auto()
     before_mlp = auto()
@@ -77,7 +85,7 @@ class Part(StrEnum):
 
 
 class Split(Enum):
-    """What ranks divide, of a row's outputs; of the last three, of its inputs."""
+    """What ranks divide, of a row's outputs; of INPUT_SPLITS, of its inputs."""
 
     whole = auto()  # nothing
     tokens = auto()  # rows of the vocabulary, in the embedding
@@ -95,11 +103,13 @@ class Split(Enum):
     head_inputs = auto()
     column_inputs = auto()
     expert_inputs = auto()
+    shared_columns = auto()  # of experts that all tokens go through
+    shared_inputs = auto()
 
 
-INPUT_SPLITS = (Split.head_inputs, Split.column_inputs, Split.expert_inputs)
+INPUT_SPLITS = (Split.head_inputs, Split.column_inputs, Split.expert_inputs, Split.shared_inputs)
 # Parts that are quantised: a layer's products. Experts are, where the checkpoint has them in codes.
-QUANTISED = (Part.qkv, Part.output, Part.up, Part.down)
+QUANTISED = (Part.qkv, Part.output, Part.up, Part.down, Part.shared_up, Part.shared_down)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +139,7 @@ class Sizes:
     ffn: int
     experts: int
     expert_ffn: int
+    shared_ffn: int  # of the experts that all tokens go through, together
     sparse: tuple[int, ...]  # the blocks with experts
     position_rows: int  # of a learned table of positions; 0: rotary
     norms: tuple[str, ...]  # names of a block's norms, as of BLOCK_NORMS; empty where there is none
@@ -169,6 +180,7 @@ class TensorRow:
     split: Split = Split.whole
     blocks: tuple[int, ...] | None = None  # that have it; None: the model has one
     experts: int = 0  # how many of it a block has; 0: it is no expert's
+    scalar: bool = False  # a number: on disk it has no dimension
     stacked: bool = False  # all experts are in one tensor, with inputs before outputs
     in_gguf: str = ""  # its name where a checkpoint's codes are listed (formats/kept.py)
 
@@ -179,6 +191,8 @@ class TensorRow:
 
     @property
     def weight_sizes(self) -> tuple[int, ...]:
+        if self.scalar:
+            return ()
         if self.stacked:
             return (self.experts, self.inputs, self.outputs)
         return (self.outputs, self.inputs) if self.inputs else (self.outputs,)
@@ -202,6 +216,7 @@ class Share:
     heads: Heads
     columns: Span  # of the MLP
     expert_columns: Span  # of each expert
+    shared_columns: Span  # of the experts that all tokens go through
     vocab: Span  # the head's rows
     tokens: Span  # the embedding's rows
     first_token: int  # whose row is the first of these
@@ -239,6 +254,8 @@ class Share:
                 return [self.columns, shifted(self.columns, sizes.ffn)]
             case Split.expert_columns | Split.expert_inputs:
                 return [self.expert_columns]
+            case Split.shared_columns | Split.shared_inputs:
+                return [self.shared_columns]
             case Split.expert_pairs:
                 return [times(self.expert_columns, 2)]
 
@@ -317,6 +334,7 @@ def share_of(sizes: Sizes, world: int = 1, rank: int = 0, drafts: bool = False) 
         heads=head_ranges(sizes.n_heads, sizes.n_kv, world, rank),
         columns=mlp_share(sizes.ffn, world, rank),
         expert_columns=mlp_share(sizes.expert_ffn, world, rank) if sizes.sparse else (0, 0),
+        shared_columns=mlp_share(sizes.shared_ffn, world, rank) if sizes.shared_ffn else (0, 0),
         vocab=vocab,
         tokens=tokens,
         first_token=first_token,
@@ -349,6 +367,7 @@ def sizes_of_model(model: ModelConf) -> Sizes:
         ffn=model.ffn,
         experts=model.experts,
         expert_ffn=model.expert_ffn,
+        shared_ffn=model.shared_ffn,
         sparse=tuple(sparse),
         position_rows=position_rows,
         norms=norms,
@@ -515,6 +534,20 @@ def _mlp(sizes: Sizes) -> Iterator[TensorRow]:
         blocks=dense,
         in_gguf=in_gguf[names.down],
     )
+    if names.activation:
+        yield from _xielu(names.activation, dense)
+
+
+def _xielu(name: str, blocks: tuple[int, ...]) -> Iterator[TensorRow]:
+    """The parameters and constants of one activation a block."""
+    above = TensorRow(part=Part.alpha_above, group=LAYERS, weight=f"{name}.alpha_p", outputs=1, blocks=blocks)
+    beta = TensorRow(
+        part=Part.beta, group=BUFFERS, weight=f"{name}.beta", outputs=1, blocks=blocks, scalar=True
+    )
+    yield above
+    yield replace(above, part=Part.alpha_below, weight=f"{name}.alpha_n")
+    yield beta
+    yield replace(beta, part=Part.limit, weight=f"{name}.eps")
 
 
 def _experts(sizes: Sizes) -> Iterator[TensorRow]:
@@ -532,6 +565,14 @@ def _experts(sizes: Sizes) -> Iterator[TensorRow]:
         inputs=sizes.dim,
         blocks=sizes.sparse,
     )
+    if names.correction:
+        yield TensorRow(
+            part=Part.correction,
+            group=BUFFERS,
+            weight=names.correction,
+            outputs=sizes.experts,
+            blocks=sizes.sparse,
+        )
     in_gguf = ["expert_up"] if is_stacked else ["expert_gate", "expert_up"]
     for name, place in zip(names.expert_up, in_gguf, strict=True):
         yield TensorRow(
@@ -559,6 +600,35 @@ def _experts(sizes: Sizes) -> Iterator[TensorRow]:
         experts=sizes.experts,
         stacked=is_stacked,
         in_gguf="expert_down",
+    )
+    if sizes.shared_ffn:
+        yield from _shared_experts(sizes)
+
+
+def _shared_experts(sizes: Sizes) -> Iterator[TensorRow]:
+    """The experts that all tokens go through: one MLP in each block that has experts."""
+    names = sizes.family.names
+    in_gguf = names_of(names)
+    for name in names.shared_up:
+        yield TensorRow(
+            part=Part.shared_up,
+            group=LAYERS,
+            weight=f"{name}.weight",
+            outputs=sizes.shared_ffn,
+            inputs=sizes.dim,
+            split=Split.shared_columns,
+            blocks=sizes.sparse,
+            in_gguf=in_gguf[name],
+        )
+    yield TensorRow(
+        part=Part.shared_down,
+        group=LAYERS,
+        weight=f"{names.shared_down}.weight",
+        outputs=sizes.dim,
+        inputs=sizes.shared_ffn,
+        split=Split.shared_inputs,
+        blocks=sizes.sparse,
+        in_gguf=in_gguf[names.shared_down],
     )
 
 

@@ -24,6 +24,15 @@ class Growth:
 
 
 @dataclass(frozen=True)
+class Groups:
+    """How experts are chosen in groups, and weighed: see `Routing`."""
+
+    count: int
+    chosen: int  # groups for each token
+    scale: float  # of the weights
+
+
+@dataclass(frozen=True)
 class BlockShape:
     """What may differ from block to block."""
 
@@ -49,6 +58,7 @@ class Shape(Sizes):
     parallel: bool
     top_k: int
     normed_top: bool
+    groups: Groups | None  # of experts
     gate_alpha: float  # of clamped experts
     gate_limit: float
 
@@ -98,6 +108,15 @@ def shape_of(config: Any) -> Shape:
         gate_alpha = float(getattr(config, "swiglu_alpha", 1.702))
         gate_limit = float(getattr(config, "swiglu_limit", 7.0))
 
+    groups = None
+    if family.sigmoids:
+        groups = Groups(
+            count=int(config.n_group),
+            chosen=int(config.topk_group),
+            scale=float(config.routed_scaling_factor),
+        )
+
+    expert_ffn = int(getattr(config, "moe_intermediate_size", None) or ffn)
     blocks = _blocks(config, family, bool(experts))
     position_rows = 0
     if family.position_rows is not None:
@@ -112,7 +131,8 @@ def shape_of(config: Any) -> Shape:
         n_kv=_kv_heads(config, family, n_heads),
         head_dim=head_dim,
         ffn=ffn,
-        expert_ffn=int(getattr(config, "moe_intermediate_size", None) or ffn),
+        expert_ffn=expert_ffn,
+        shared_ffn=expert_ffn * int(config.n_shared_experts) if family.names.shared_down else 0,
         epsilon=float(_first(config, EPSILONS) or 1e-5),
         activation=str(_first(config, ACTIVATIONS)),
         sparse=tuple(number for number, block in enumerate(blocks) if block.experts),
@@ -134,6 +154,7 @@ def shape_of(config: Any) -> Shape:
         experts=experts,
         top_k=int(getattr(config, "num_experts_per_tok", 0) or 0),
         normed_top=family.normed_top is None or bool(getattr(config, family.normed_top)),
+        groups=groups,
         gate_alpha=gate_alpha,
         gate_limit=gate_limit,
     )
@@ -194,6 +215,9 @@ def _blocks(config: Any, family: Family, has_experts: bool) -> tuple[BlockShape,
 
     dense = getattr(config, "mlp_only_layers", None)
     step = getattr(config, "decoder_sparse_step", None)
+    if family.first_dense:
+        dense = range(getattr(config, family.first_dense))
+        step = 1
     sparse = expert_layers(count, dense or (), step or 1)
 
     blocks = []

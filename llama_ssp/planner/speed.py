@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llama_ssp.config import Dtype, Overlap, TimesConf
-from llama_ssp.models.layout import EMBEDDING, EXPERTS, POSITIONS
+from llama_ssp.models.layout import BUFFERS, EMBEDDING, EXPERTS, POSITIONS
 from llama_ssp.planner.rates import Rate, plain_rate, rate_of
-from llama_ssp.planner.storage import AS_THEY_ARE, BUFFERS, Storage, bytes_of, width
+from llama_ssp.planner.storage import AS_THEY_ARE, Storage, bytes_of, width
 from llama_ssp.planner.weights import ModelPart, held, weights
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import tokens_per_round

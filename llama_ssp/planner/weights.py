@@ -12,6 +12,7 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.models.families import Family
 from llama_ssp.models.formats.kept import EXPERT, Kept
 from llama_ssp.models.layout import (
+    BUFFERS,
     EXPERTS,
     QUANTISED,
     Part,
@@ -26,7 +27,6 @@ from llama_ssp.models.layout import (
 from llama_ssp.models.sharding import length, vocab_share
 from llama_ssp.planner.storage import (
     AS_THEY_ARE,
-    BUFFERS,
     CPU,
     CUDA,
     SCALES,
@@ -148,6 +148,11 @@ class ModelPart:
         return length(self.share.expert_columns)
 
     @property
+    def shared_ffn(self) -> int:
+        """Counts the columns of the experts that all tokens go through."""
+        return length(self.share.shared_columns)
+
+    @property
     def rotary_width(self) -> int:
         """Returns how many numbers of a head are rotated."""
         return int(self.sizes.head_dim * self.family.rotary)
@@ -177,7 +182,7 @@ def weights(part: ModelPart, packed: bool = False, own_head: bool = False) -> It
     for product in _products(part):
         weight = _joined(part, product)
         row = product[0]
-        if row.part is Part.head and not (own_head or _has_head(part)):
+        if row.group == BUFFERS or (row.part is Part.head and not (own_head or _has_head(part))):
             continue
         if row.part in QUANTISED and mixed:
             pass  # in `_mixed`
@@ -260,11 +265,12 @@ def parameters(model: ModelConf) -> int:
 
 
 def buffers(part: ModelPart) -> list[int]:
-    """Returns the bytes of computed buffers: frequencies of positions, ids of a head's tokens."""
+    """Returns the bytes of buffers: frequencies of positions, ids of a head's tokens, and those of files."""
     if part.family.position_rows is not None:
         return []
     ids = [8 * part.vocab] if part.head_inputs and part.vocab < part.whole_vocab else []
-    return part.family.rotary_kinds * [4 * (part.rotary_width // 2)] + ids
+    stored = [4 * row.outputs for row in layout(part.sizes) if row.group == BUFFERS for _ in row.blocks or ()]
+    return part.family.rotary_kinds * [4 * (part.rotary_width // 2)] + ids + stored
 
 
 def held(part: ModelPart, dtype: Dtype, store: Storage = AS_THEY_ARE) -> dict[str, int]:

@@ -49,6 +49,8 @@ FUSED = [
     ("attn_output",),
     ("ffn_gate", "ffn_up"),
     ("ffn_down",),
+    ("shared_gate", "shared_up"),  # of experts that all tokens go through
+    ("shared_down",),
     ("expert_gate", "expert_up"),
     ("expert_down",),
 ]
@@ -63,6 +65,9 @@ def names_of(names: Names) -> dict[str, str]:
     qkv = FUSED[0] if len(names.qkv) > 1 else FUSED[1]
     up = FUSED[3] if len(names.up) > 1 else ("ffn_up",)
     others = {names.output: "attn_output", names.down: "ffn_down"}
+    if names.shared_down:
+        shared = ("shared_gate", "shared_up", "shared_down")
+        others |= dict(zip((*names.shared_up, names.shared_down), shared, strict=True))
     return dict(zip(names.qkv, qkv, strict=True)) | dict(zip(names.up, up, strict=True)) | others
 
 
