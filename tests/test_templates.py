@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from llama_ssp import load_pair
+from llama_ssp.config.arguments import each_key_once, in_full
 from llama_ssp.config.tasks import NOT_OF_TEMPLATES
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.text.tokenizer import HubTokens, Message, read_tokens, variables_of
@@ -359,6 +360,21 @@ def test_arguments_of_a_record_that_cannot_be_used_are_refused(
     assert answer.code == 3 and len(answer.errors) == 1 and says in answer.errors[0], answer.err
 
 
+def test_thoughts_in_the_messages_of_a_record_reach_the_template(command: Command, tmp_path: Path):
+    """Under the name that servers give them; only the model thinks, and in words."""
+    oss = templates.model(tmp_path / "oss", GPT_OSS)
+    said = {"role": "assistant", "content": "An animal.", "thinking": "A beast?"}
+    write_lines({"messages": [USER, said], "echo": True, "logprobs": 0})
+    assert batch(command, oss).code == 0
+    (line,) = told()
+    assert line["messages"] == [USER, said]
+    assert read_ids(line["prompt_logprobs"]) == expected(oss, [USER, said])
+    for wrong in ({**USER, "thinking": "Hm"}, {**said, "thinking": 1}):
+        write_lines({"messages": [wrong]})
+        refused = batch(command, oss, "task.output=b.jsonl")
+        assert refused.code == 3 and "message 1" in refused.errors[0]
+
+
 def test_a_job_keeps_its_arguments(command: Command, qwen: Path):
     """In whichever form they are given. A job without any has no such setting, as those of older versions."""
     write_lines({"messages": [USER]}, {"messages": [SYSTEM, USER]})
@@ -474,6 +490,15 @@ def test_the_api_takes_arguments(qwen: Path, chats: list[list[int]]):
 def test_arguments_that_cannot_be_used_are_refused(words: list[str], says: str, command: Command):
     answer = command(*words)
     assert answer.code == 2 and len(answer.errors) == 1 and says in answer.errors[0], answer.err
+
+
+def test_words_of_a_map_are_all_kept():
+    """Where words are started anew, for groups and in what is shown: what is in full stays as it is."""
+    words = ["template={a: 1}", "k=2", "template.b=2", 'template={"c": "x, y"}', "template.b=3", "k=4"]
+    kept = [*each_key_once(words).values()]
+    assert kept == ["template={a: 1}", "k=4", *words[2:5]]
+    full = in_full(words)
+    assert in_full(full) == full
 
 
 def test_an_argument_in_vain_is_one_line(command: Command, tmp_path: Path, caplog: pytest.LogCaptureFixture):

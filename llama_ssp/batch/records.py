@@ -24,6 +24,7 @@ from llama_ssp.errors import DataError, RunError, UsageError, shortened
 from llama_ssp.text import prompts
 from llama_ssp.text.logprobs import Spell, chat, completions, plain, spelled
 from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, require_usable
+from llama_ssp.text.thoughts import FIELDS
 from llama_ssp.text.tokenizer import Message
 
 if TYPE_CHECKING:
@@ -391,12 +392,16 @@ def _own_arguments(record: dict[str, Any], is_chat: bool, where: str) -> dict[st
 def _message(message: object) -> Message | None:
     """Returns a message as chat templates know it: without its name, its parts joined. None if it is none.
 
-    OpenAI's content is a text, or a list of parts; parts that are no text are not served.
+    OpenAI's content is a text, or a list of parts; parts that are no text are not served. A message of the
+    model may have its thoughts, as servers name them.
     """
-    if not isinstance(message, dict) or message.keys() - {"name"} != {"role", "content"}:
+    if not isinstance(message, dict) or message.keys() - {"name", *FIELDS} != {"role", "content"}:
         return None
     role = message["role"]
     content = message["content"]
+    thoughts = {name: message[name] for name in FIELDS if message.get(name) is not None}
+    if thoughts and not (role == "assistant" and all(isinstance(text, str) for text in thoughts.values())):
+        return None
     if isinstance(content, list):
         texts = []
         for part in content:
@@ -410,7 +415,7 @@ def _message(message: object) -> Message | None:
         content = "\n".join(texts)  # OpenAI does not say how parts are joined
     if not (isinstance(content, str) and isinstance(role, str) and role in ROLES):
         return None
-    return {"role": ROLES[role], "content": content}
+    return {"role": ROLES[role], "content": content, **thoughts}
 
 
 def _logprobs(record: dict[str, Any], usual: Request) -> int | None:

@@ -159,13 +159,13 @@ def _takes_value(flag: argparse.Action, next_word: str) -> bool:
 def each_key_once(words: Sequence[str]) -> dict[str, str]:
     """Returns the words of a command line under distinct keys.
 
-    A later word replaces an earlier one with its key. Bare words, and words that add to a list of texts, are
-    all kept: the number of the word is part of their keys.
+    A later word replaces an earlier one with its key. Bare words, and words that add to a list of texts or to
+    a map, are all kept: the number of the word is part of their keys.
     """
     result = dict[str, str]()
     for number, word in enumerate(words):
         key = "" if _is_bare(word) else Override.of(word).key
-        if not key or key == PROMPT or _holds_texts(key):
+        if not key or key == PROMPT or _holds_texts(key) or key in MAPS or _is_entry(key):
             key = f"{key} {number}"
         result[key] = word
     return result
