@@ -504,3 +504,14 @@ def test_modules_without_tensors_are_said(tmp_path: Path, caplog: pytest.LogCapt
 def test_a_module_in_8_bit_would_be_quantised_before(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"a model that transformers runs.*dtype=int8"):
         load_layers(local(MODEL, FILES / "plain"), MODEL, Dtype.int8, {}, None, "model")
+
+
+def test_adapters_of_experts_are_for_the_decoder(tmp_path: Path) -> None:
+    """transformers' modules have one tensor for all experts, by names that are not those of the files."""
+    for number, module in enumerate(("mlp.experts", "mlp.experts.base_layer", "mlp.experts.3.up_proj")):
+        name = f"base_model.model.model.layers.0.{module}.lora_A.weight"
+        adapter = with_tensors(
+            FILES / "plain", tmp_path / str(number), lambda _, n=name: {n: torch.ones(4, 16)}
+        )
+        with pytest.raises(ModelError, match=rf"a model that transformers runs.*{module}.*merge_and_unload"):
+            load_module(local(MODEL, adapter), MODEL, Dtype.fp32, CPU, "model")
