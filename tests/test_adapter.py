@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llama_ssp.config import Dtype, ModelConf, Weights
+from llama_ssp.config import Dtype, ModelConf, RunConf, Weights
 from llama_ssp.errors import ModelError
 from llama_ssp.models.adapter import is_targeted
 from llama_ssp.models.causal_lm import CausalModel
@@ -24,8 +24,10 @@ from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.folder import ADAPTER_WEIGHTS
 from llama_ssp.models.formats import adapted_source
 from llama_ssp.models.formats.adapted_source import AdapterFile, summed
+from llama_ssp.models.heads.load import table_on_disk
 from llama_ssp.models.loader import load, load_module
 from tests.adapters import ATTENTION, FILES, KEPT, LOGITS, MLP, TOKENS, adapt, edited, merged, with_tensors
+from tests.conftest import Command
 from tests.distributed.test_tensor import UNEVEN, require_close
 from tests.distributed.test_tensor import walked as walked_parts
 from tests.distributed.threads import ranks_of, together
@@ -285,6 +287,33 @@ def test_each_rank_reads_its_slices_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(read) == 2 * 2 * 7, "once each"
 
 
+def test_a_trained_head_is_lent_the_sums(tmp_path: Path) -> None:
+    """Where ranks hold parts of the tables, the leader reads them whole for a head that has none."""
+    names = {"model.embed_tokens.lora_embedding_A": (4, 40), "model.embed_tokens.lora_embedding_B": (16, 4)}
+    names |= {"lm_head.lora_A.weight": (4, 16), "lm_head.lora_B.weight": (40, 4)}
+    more = {f"base_model.model.{name}": torch.full(sizes, 0.5) for name, sizes in names.items()}
+    tables = with_tensors(FILES / "plain", tmp_path / "tables", lambda kept: kept | more)
+    targets = [*KEPT["plain"]["target_modules"], "lm_head", "embed_tokens"]
+    adapter = edited(tables, tmp_path / "adapter", target_modules=targets)
+    model, path = complete(local(MODEL, adapter), "model")
+    whole = load(model, path, Dtype.fp32, CPU, "model")
+    plain, _ = complete(local(MODEL, None), "model")
+    for output in (False, True):
+        table = table_on_disk(path, model, output)
+        held = whole.table(output)
+        assert held is not None and torch.equal(table, held)
+        assert torch.allclose(table_on_disk(path, plain, output) + 1.5, table)
+
+
+@pytest.mark.parametrize("draft", ["int4", "int8"])
+def test_the_targets_own_weights_draft_with_its_adapter(
+    draft: str, command: Command, taken: list[RunConf]
+) -> None:
+    command(f"model={MODEL}", f"draft={draft}", f"model.adapter={FILES / 'plain'}")
+    (run,) = taken
+    assert run.draft is not None and run.draft.adapter == run.model.adapter == str(FILES / "plain")
+
+
 TARGETS: list[tuple[dict[str, Any], str, bool]] = [
     ({"target_modules": ["q_proj"]}, "model.layers.1.self_attn.q_proj", True),
     ({"target_modules": ["proj"]}, "model.layers.1.self_attn.q_proj", False),
@@ -475,3 +504,14 @@ def test_modules_without_tensors_are_said(tmp_path: Path, caplog: pytest.LogCapt
 def test_a_module_in_8_bit_would_be_quantised_before(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"a model that transformers runs.*dtype=int8"):
         load_layers(local(MODEL, FILES / "plain"), MODEL, Dtype.int8, {}, None, "model")
+
+
+def test_adapters_of_experts_are_for_the_decoder(tmp_path: Path) -> None:
+    """transformers' modules have one tensor for all experts, by names that are not those of the files."""
+    for number, module in enumerate(("mlp.experts", "mlp.experts.base_layer", "mlp.experts.3.up_proj")):
+        name = f"base_model.model.model.layers.0.{module}.lora_A.weight"
+        adapter = with_tensors(
+            FILES / "plain", tmp_path / str(number), lambda _, n=name: {n: torch.ones(4, 16)}
+        )
+        with pytest.raises(ModelError, match=rf"a model that transformers runs.*{module}.*merge_and_unload"):
+            load_module(local(MODEL, adapter), MODEL, Dtype.fp32, CPU, "model")

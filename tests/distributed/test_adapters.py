@@ -96,6 +96,15 @@ def test_on_ranks_the_texts_are_the_same(
     assert f"over {world} ranks" in leader.document["devices"]["model"]
 
 
+def test_deepspeed_cuts_the_sums(command: Command, folders: Folders, tmp_path: Path) -> None:
+    how = "draft=none", *FP32[:1], *FP32[2:5], *GREEDY
+    expected = command(f"model={folders.whole_target}", *how).document
+    words = f"model={folders.target}", f"model.adapter={folders.of_target}", "placement=deepspeed", *how
+    leader, other = Started(tmp_path, 2, *words).finish()
+    assert (leader.code, other.code) == (0, 0), leader.err
+    assert texts(leader.document) == texts(expected)
+
+
 def test_ranks_with_other_adapters_are_refused(folders: Folders, tmp_path: Path) -> None:
     """Each rank sees a file of its own by the same path, as on machines without a common folder."""
     for rank in ("0", "1"):
@@ -160,6 +169,19 @@ def test_a_plan_has_the_bytes_of_the_model(command: Command, folders: Folders) -
     assert refused.code == 4 and "the adapter does not fit the model" in refused.errors[0]
     run = command(*words[1:3], *GREEDY, "out=null", f"model.adapter={FILES / 'plain'}")
     assert refused.errors == run.errors
+
+
+def test_a_plan_by_layers_refuses_what_a_run_refuses(command: Command, folders: Folders) -> None:
+    """transformers quantises while it reads; in bf16 both are well."""
+    words = f"model={folders.target}", "draft=none", f"model.adapter={folders.of_target}", "placement=layers"
+    sizes = "task.prompt_tokens=9", "task.max_new_tokens=9"
+    planned = command("task=plan", *words, *sizes, "model.dtype=int8", "out=null")
+    run = command(*words, *GREEDY, "model.dtype=int8", "out=null")
+    assert (planned.code, run.code) == (4, 4) and planned.errors == run.errors
+    assert "a model that transformers runs" in run.errors[0] and "dtype=int8" in run.errors[0]
+    expected = command(f"model={folders.whole_target}", "draft=none", *FP32[:1], *FP32[2:5], *GREEDY).document
+    found = command(*words, *FP32[:1], *FP32[2:5], *GREEDY).document
+    assert texts(found) == texts(expected)
 
 
 def test_an_adapter_of_no_model(command: Command, folders: Folders) -> None:
