@@ -189,6 +189,20 @@ def test_what_is_not_planned_or_run_says_so_by_name(command: Command, tmp_path: 
     assert answer.code == 4 and "explicit positions" in answer.errors[0]
 
 
+def test_a_draft_in_4_bit_without_a_row_names_what_works(command: Command, tmp_path: Path) -> None:
+    cohere = save(tmp_path, tiny("cohere", vocab_size=SIZE))
+    run = f"prompt={TEXT}", f"model={cohere}", "seed=1", "task.max_new_tokens=4", "k=2", "output=json"
+    refused = command(*run, "draft=int4")
+    assert refused.code == 4
+    assert "draft" in refused.errors[0] and refused.errors[0].endswith(
+        "write draft=int8, or draft.dtype=int8 for another model"
+    )
+    answer = command(*run, "draft=int8")
+    assert (answer.code, answer.errors) == (0, [])
+    target = command(*run, "draft=none", "model.dtype=int4")
+    assert target.code == 4 and target.errors[0].endswith("write model.dtype=int8")
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("architecture", "outcome"),

@@ -34,7 +34,7 @@ def load_layers(
 ) -> CausalModel:
     """Loads the model on all devices, or on those of `limits`; what does not fit goes to folder `offload`."""
     require_quantised(model)
-    require_transformers(model.name, dtype)
+    require_transformers(model.name, dtype, role)
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # our own log line says it
     empty = shaped(model, path, dtype, role)
     sizes: dict[str, str] = {}

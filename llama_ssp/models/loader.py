@@ -68,7 +68,7 @@ def load(
         if ranks.world > 1:
             raise unsplit(f"{role} {model.name}", against)
         require_quantised(model)
-        require_transformers(model.name, dtype)
+        require_transformers(model.name, dtype, role)
         causal = tried(CausalModel(load_module(model, path, dtype, device, role), model.name))
         log.info("%s %s: %s on %s, by transformers (%s)", role, model.name, dtype.value, device, against)
         return causal

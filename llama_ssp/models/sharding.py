@@ -184,16 +184,22 @@ def require_quantised(model: ModelConf, world: int = 1) -> None:
             )
 
 
-def require_transformers(name: str, dtype: Dtype) -> None:
+def require_transformers(name: str, dtype: Dtype, role: str = "model") -> None:
     """Refuses formats that transformers' modules do not have."""
-    if dtype in OWN_CODES:
-        raise ModelError(
-            "codes are kept by the decoder alone",
-            where=f"model {name}",
-            found=f"dtype={dtype.value}",
-            allowed=f"{TESTED}, in one process or with placement.splitting=tensor",
-            fix="write dtype=bf16, or another placement",
-        )
+    if dtype not in OWN_CODES:
+        return
+    fix = f"write {role}.dtype=bf16, or another placement"
+    if dtype is Dtype.int4:  # a module's linear layers are quantised by bitsandbytes, in 8 bit, too
+        fix = f"write {role}.dtype=int8"
+        if role == "draft":
+            fix = "write draft=int8, or draft.dtype=int8 for another model"
+    raise ModelError(
+        "codes are kept by the decoder alone",
+        where=f"{role} {name}",
+        found=f"dtype={dtype.value}",
+        allowed=f"{TESTED}, in one process or with placement.splitting=tensor",
+        fix=fix,
+    )
 
 
 def require_deepspeed(model: ModelConf, world: int) -> None:
