@@ -43,7 +43,10 @@ PASS_SUMS = 2  # collectives of a pass outside of layers: the embedding's sum, t
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """The constants, in seconds; `band` is how far off a prediction may be. Fields as in TimesConf."""
+    """The constants, in seconds; `band` is how far off a prediction may be. Fields as in TimesConf.
+
+    `borrowed`: they are another CPU's.
+    """
 
     bytes_per_s: float
     flops_per_s: float
@@ -58,6 +61,7 @@ class Times:
     message: float
     band: float
     source: str
+    borrowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | Non
         link_per_s=(link_gb_s or 1e6) * 1e9,
         message=MESSAGE_S if conf.message_us is None else conf.message_us / 1e6,
         band=WIDE_BAND if borrowed else BAND,
+        borrowed=borrowed,
         source=conf.source or "published runs of Llama-2-7B on A100-80 (gpt-fast)",
     )
 
