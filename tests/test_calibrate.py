@@ -140,7 +140,7 @@ def test_it_writes_a_cluster_that_plans_use(command, small, caplog):
     said = command("--config-dir", "mine", "task=plan", "cluster=calibrated", "out=null")
     assert said.code == 0, said.err
     assert said.document["cluster"]["constants_from"].startswith("task=calibrate, ")
-    assert said.document["best"]["band"] == 0.2
+    assert said.document["best"]["band"] == 0.25
 
 
 def test_a_folder_that_cannot_be_written_is_refused(command, small):

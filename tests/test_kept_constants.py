@@ -18,7 +18,7 @@ from llama_ssp.placing import kept_constants as kept
 from llama_ssp.placing.draft_length import Why
 from llama_ssp.placing.pairs import pair_specs
 from llama_ssp.placing.this_machine import machine_for
-from llama_ssp.planner.speed import BAND, WIDE_BAND
+from llama_ssp.planner.speed import CPU_BAND, WIDE_BAND
 from llama_ssp.tasks import calibrate, first_measurement
 from llama_ssp.tasks.calibrate import FITTED, Effort, fitted, has_time, in_turn, predicted
 from llama_ssp.tasks.first_measurement import measure_first, short_cases
@@ -137,9 +137,11 @@ def test_the_plan_says_what_its_times_are_of(cache: Path, command: Command) -> N
     assert after.document["cluster"]["constants_from"].startswith(
         "this machine, measured by the end of a run"
     )
-    assert (before.document["best"]["band"], after.document["best"]["band"]) == (WIDE_BAND, BAND)
+    assert (before.document["best"]["band"], after.document["best"]["band"]) == (WIDE_BAND, CPU_BAND)
     shown = command(*words[:-1])
-    assert f"times within {BAND:.0%}, constants of this machine, measured by the end of a run" in shown.out
+    assert (
+        f"times within {CPU_BAND:.0%}, constants of this machine, measured by the end of a run" in shown.out
+    )
 
 
 def test_new_runs_are_decided_by_it(cache: Path) -> None:
@@ -187,6 +189,23 @@ def test_the_first_run_measures_and_later_ones_do_not(quick: Path, monkeypatch: 
     with pytest.raises(AssertionError, match="measured again"):
         file.unlink()
         measure_first(RunConf(), ALONE)
+
+
+def test_of_a_gpu_sums_alone_are_measured_by_a_run(cache: Path) -> None:
+    """The rest is of CUDA graphs, which only a calibration makes: its constants replace the preset's."""
+    on_gpu = replace(MEASURED, gpu="H200", gb_s=3500.0)
+    kept.keep_constants(first_measurement._what_holds(on_gpu), kept.key_here("H200", 2), kept.BY_RUN)
+    before, preset = ClusterConf(gpu="H200"), {"times": {"source": "a preset", "layer_us": 3.0}}
+    found = kept.kept_constants("H200", 2).constants
+    assert found is not None and found.over(before, preset).gb_s is None
+    times = found.over(before, preset).times
+    assert (times.layer_us, times.bandwidth_share, times.all_reduce_us) == (3.0, None, {2: 40.0})
+    assert times.source.startswith("a preset; sums over ranks: this machine, measured by the end of a run")
+
+    kept.keep_constants(on_gpu, kept.key_here("H200", 2), kept.BY_CALIBRATE)
+    found = kept.kept_constants("H200", 2).constants
+    assert found is not None and found.over(before, preset).gb_s == 3500.0
+    assert found.over(before, preset).times.layer_us == TRUE["layer_us"]
 
 
 def test_nothing_is_measured_while_others_compute(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,10 +71,10 @@ class MachineKey:
 class Constants:
     """Measured figures of a cluster's preset, and who measured them, and when."""
 
-    by: str
-    day: str
-    figures: dict[str, float]
-    times: TimesConf
+    by: str = ""
+    day: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+    times: TimesConf = field(default_factory=TimesConf)
 
     @property
     def source(self) -> str:
@@ -95,7 +95,10 @@ class Constants:
         of_preset = TimesConf(**preset.get("times", {}))
         measured: dict[str, Any] = _known(self.times)
         reduce = {**of_preset.all_reduce_us, **self.times.all_reduce_us}
-        times = replace(of_preset, **{**measured, "all_reduce_us": reduce, "source": self.source})
+        source = self.source
+        if self.times.layer_us is None:
+            source = f"{of_preset.source}; sums over ranks: {source}"
+        times = replace(of_preset, **{**measured, "all_reduce_us": reduce, "source": source})
         return replace(cluster, **open_figures, times=times)
 
 
@@ -103,6 +106,7 @@ class Constants:
 class Kept:
     """The constants that are kept for this machine, and the file's content; else None, and why."""
 
+    on_cpu: bool
     constants: Constants | None = None
     content: dict[str, Any] = field(default_factory=dict)
     lacks: str = ""
@@ -157,27 +161,29 @@ def key_here(gpu: str, ranks: int) -> MachineKey:
 
 def kept_constants(gpu: str, ranks: int) -> Kept:
     """Returns what is kept of this machine; with a reason where there is nothing, or it is stale."""
+    on_cpu = gpu == CPU
     given = os.environ.get(SWITCH)
     if given == OFF:
-        return Kept(lacks=f"{SWITCH}={OFF}: what was measured of this machine is not used")
+        lacks = f"{SWITCH}={OFF}: what was measured of this machine is not used"
+        return Kept(on_cpu=on_cpu, lacks=lacks if on_cpu else "")
     key = key_here(gpu, ranks)
     with suppress(RuntimeError, OSError):  # a user without a home
         place = Path(given) if given else key.place
         try:
             content = json.loads(place.read_text(encoding="utf-8"))
-            if given and not content:
-                return Kept(lacks=f"{NOT_YET}, as when this job began")
-            return Kept(constants=_constants_of(content, key), content=content)
+            if not given or content:
+                return Kept(on_cpu=on_cpu, constants=_constants_of(content, key), content=content)
         except FileNotFoundError:
             pass
         except WRONG_CONTENT as error:
-            return Kept(lacks=f"{place} is not used: {error}")
+            return Kept(on_cpu=on_cpu, lacks=f"{place} is not used: {error}")
 
         for file in [] if given else key.others():
             with suppress(*WRONG_CONTENT):
                 written = json.loads(file.read_text(encoding="utf-8"))["key"]
-                return Kept(lacks=f"{NOT_YET}; {_of_others(written, key)}")
-    return Kept(lacks=NOT_YET)
+                return Kept(on_cpu=on_cpu, lacks=f"{NOT_YET}; {_of_others(written, key)}")
+    when = ", as when this job began" if given else ""
+    return Kept(on_cpu=on_cpu, lacks=f"{NOT_YET}{when}" if on_cpu else "")  # a GPU's preset serves
 
 
 def _of_others(written: dict[str, Any], key: MachineKey) -> str:

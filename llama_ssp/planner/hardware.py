@@ -162,7 +162,12 @@ def machine_of(
         link=whole.link,
         taken=taken,
         times=times_of(
-            whole.times, whole.gb_s or 0.0, whole.tflops or 0.0, whole.link_gb_s, borrowed=is_borrowed
+            whole.times,
+            whole.gb_s or 0.0,
+            whole.tflops or 0.0,
+            whole.link_gb_s,
+            on_cpu=is_cpu,
+            borrowed=is_borrowed,
         ),
         gpus_of_node=_most_of_node(of_preset, whole),
         threads=threads,

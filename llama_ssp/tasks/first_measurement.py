@@ -3,6 +3,9 @@
 It takes a calibration's way (calibrate.py) with fewer and shorter rounds, in 3 s. The run itself has ended by
 then: it is not slower, and not decided by what is measured. While other programs use the cores nothing is
 measured, and the next run tries again.
+
+Of GPUs only sums over ranks and messages are measured. Their other constants are of CUDA graphs, which take
+long to make: those of the GPU's preset hold until a calibration.
 """
 
 import logging
@@ -14,13 +17,13 @@ from itertools import product
 
 import torch
 
-from llama_ssp.config import CalibrateConf, PlacementConf, RunConf
+from llama_ssp.config import CalibrateConf, ClusterConf, PlacementConf, RunConf, TimesConf
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import RunError
 from llama_ssp.models.devices import device_of, now
 from llama_ssp.models.host_cores import LEAST_S, core_times, free_cores
 from llama_ssp.models.host_memory import memory_here
-from llama_ssp.placing.kept_constants import BY_RUN, can_keep, threads_of
+from llama_ssp.placing.kept_constants import BY_RUN, Constants, can_keep, threads_of
 from llama_ssp.placing.this_machine import kept_of
 from llama_ssp.planner.storage import CPU
 from llama_ssp.tasks.calibrate import (
@@ -78,7 +81,15 @@ def measure_first(run: RunConf, ranks: Ranks) -> None:
         log.debug("this machine is not measured: others began to use its cores; the next run tries")
     elif ranks.is_leader:
         log.debug("this machine was measured in %.1f s", now() - began)
-        keep(replace(cluster, context_mib=None), ranks.world, BY_RUN)  # the run's own memory is in it
+        keep(_what_holds(cluster), ranks.world, BY_RUN)
+
+
+def _what_holds(cluster: ClusterConf) -> ClusterConf:
+    """Returns what of the measured figures later plans may go by."""
+    if cluster.gpu == CPU:
+        return replace(cluster, context_mib=None)  # the run's own memory is in it
+    times = TimesConf(all_reduce_us=cluster.times.all_reduce_us, message_us=cluster.times.message_us)
+    return ClusterConf(gpu=cluster.gpu, times=times)
 
 
 def short_effort(device: torch.device) -> Effort:
@@ -106,8 +117,8 @@ def _is_wanted(run: RunConf, ranks: Ranks) -> bool:
     if ranks.is_leader and can_keep() and not isinstance(run.task, CalibrateConf):
         kept = kept_of(run, ranks.world)
         if kept is not None:
-            constants = kept.constants
-            is_wanted = constants is None or constants.lacks_sums(ranks.world)
+            constants = kept.constants or Constants()
+            is_wanted = constants.lacks_sums(ranks.world) or (kept.constants is None and kept.on_cpu)
     (answer,) = ranks.broadcast_ints([int(is_wanted)])
     return bool(answer)
 
