@@ -221,6 +221,19 @@ class Share:
     tokens: Span  # the embedding's rows
     first_token: int  # whose row is the first of these
 
+    def first_of_equal_size(self) -> Share:
+        """Returns the first share that has as many of everything; the first rank alone adds some biases."""
+        return replace(
+            self,
+            rank=min(self.rank, 1),
+            heads=Heads(query=(0, self.heads.queries), kv=(0, self.heads.kvs)),
+            columns=(0, length(self.columns)),
+            expert_columns=(0, length(self.expert_columns)),
+            vocab=(0, length(self.vocab)),
+            tokens=(0, length(self.tokens)),
+            first_token=0,
+        )
+
     def spans(self, row: TensorRow) -> list[Span]:
         """Returns which of the row's outputs, or inputs, this rank has."""
         sizes = self.sizes

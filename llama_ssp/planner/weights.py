@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.models.families import Family
@@ -29,6 +30,7 @@ from llama_ssp.planner.storage import (
     AS_THEY_ARE,
     CPU,
     CUDA,
+    MADE,
     SCALES,
     UNIT,
     Storage,
@@ -173,11 +175,17 @@ class ModelPart:
         return max(weight.count for weight in weights(replace(self, code_mix="")) if weight.linear)
 
 
-def weights(part: ModelPart, packed: bool = False, own_head: bool = False) -> Iterator[Weight]:
-    """Yields every parameter of the part. A tied head is the embedding, where that has the head's rows.
+@lru_cache(maxsize=4096)
+def weights(part: ModelPart, packed: bool = False, own_head: bool = False) -> tuple[Weight, ...]:
+    """Returns every parameter of the part. A tied head is the embedding, where that has the head's rows.
 
     `packed`: matrices are as a quantised checkpoint has them; `own_head`: a tied head has a copy of its own.
+    A search asks for the same parts again and again.
     """
+    return tuple(_weights(part, packed, own_head))
+
+
+def _weights(part: ModelPart, packed: bool, own_head: bool) -> Iterator[Weight]:
     mixed = packed and bool(part.code_mix)
     for product in _products(part):
         weight = _joined(part, product)
@@ -324,6 +332,12 @@ class RolePart:
             masks=part.family.masks(role.model.sliding_window),
             compiled=compiled,
         )
+
+    def first_of_equal_size(self) -> RolePart:
+        """Returns the first rank's part that holds as much. Of codes it also counts where a part begins."""
+        if self.dtype in (Dtype.packed, *MADE):
+            return self
+        return replace(self, part=replace(self.part, share=self.part.share.first_of_equal_size()))
 
     def store(self, cpu: bool) -> Storage:
         """Returns how a CPU or a GPU keeps its tensors."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from llama_ssp.batch.attempts import BEAT_S, STALE_S, Attempt, JournalThread, Shard
 from llama_ssp.batch.job import Job, job_of, require_good
-from llama_ssp.batch.journal import COSTS, ROWS, Journal
+from llama_ssp.batch.journal import COSTS, MACHINE, ROWS, Journal
 from llama_ssp.batch.preview import BYTES_PER_TOKEN
 from llama_ssp.batch.records import BROKEN, Refused, Request, answer, refusal
 from llama_ssp.config import BatchConf, Splitting
@@ -34,6 +34,7 @@ from llama_ssp.pair.run import RunSettings, Supply, run_figures, runs
 from llama_ssp.pair.session import PairSession
 from llama_ssp.pair.token_prompts import prompt_of
 from llama_ssp.placing.prediction import RunMeasurement
+from llama_ssp.placing.this_machine import kept_of
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.tables import figure
@@ -156,6 +157,8 @@ class BatchTask(Task[BatchConf]):
         self._job = job_of(self._inputs.run, self._inputs.pairs[0].files, self._inputs.seed)
         self._job.reopen()
         self._journal = begin(self._job, pair)
+        kept = kept_of(self._inputs.run, self._ranks.world)
+        self._journal.kept(MACHINE, kept.content if kept else {})
         self._journal.note(node=socket.gethostname(), ranks=self._ranks.world, gpus=gpus, began=time.time())
 
         standing = self._journal.standing()
