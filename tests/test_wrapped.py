@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
 from llama_ssp.config import Dtype, ModelConf
@@ -131,6 +132,32 @@ def test_a_quantised_text_part_is_planned_and_read_as_without_the_whole(name: st
     assert all(map(torch.equal, *results))
 
 
+def test_an_adapter_of_the_whole_is_merged_into_its_text_part(tmp_path: Path) -> None:
+    """It has the names of the whole, and changes of vision, which no text sees."""
+    module = saved("gemma3", "saved", tmp_path / "model")
+    projection = module.model.language_model.layers[1].self_attn.q_proj
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(2, projection.in_features, generator=generator)
+    b = torch.randn(projection.out_features, 2, generator=generator)
+    stem = "base_model.model.model.language_model.layers.1.self_attn.q_proj"
+    seen = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj"
+    tensors = {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+    tensors |= {f"{seen}.lora_A.weight": a.clone(), f"{seen}.lora_B.weight": b.clone()}
+    (tmp_path / "adapter").mkdir()
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+
+    asked = replace(MADE, path=str(tmp_path / "model"), adapter=str(tmp_path / "adapter"))
+    model, path = complete(asked, "model")
+    decoder = load(model, path, Dtype.fp32, CPU, "model").decoder
+    with torch.inference_mode():
+        with pytest.raises(AssertionError):
+            require_same(module, *walked(decoder))  # the control: before the sum
+        projection.weight += 1.5 * b @ a
+        require_same(module, *walked(decoder))
+
+
 def test_transformers_reads_the_text_part(tmp_path: Path) -> None:
     """As for a placement by layers, and for a family without a row."""
     module = saved("gemma3", "published", tmp_path)
@@ -238,6 +265,21 @@ def test_a_chat_template_is_found_where_processors_look(file: str, tmp_path: Pat
     assert HubTokens(tmp_path).rendered([{"role": "user", "content": "hello"}]) == "[user] hello "
     vocabulary = read_vocabulary(tmp_path)
     assert vocabulary is not None and vocabulary.template == TEMPLATE
+
+
+PARTS = (
+    "{% for message in messages %}[{{ message.role }}]{% for part in message.content %}"
+    "{% if part.type == 'text' %} {{ part.text }} {% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_template_that_wants_parts_gets_them(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
+    tokens = HubTokens(tmp_path)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    assert tokens.rendered(messages) == "[system] be brief [user] hello "
+    assert tokens.chat(messages) == tokens.encode("[system] be brief [user] hello ", begin=False)
 
 
 def test_end_tokens_of_the_text_part_count(tmp_path: Path) -> None:

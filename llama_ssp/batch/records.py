@@ -355,6 +355,14 @@ def _prompt_or_messages(record: dict[str, Any], where: str) -> tuple[str, tuple[
         if None not in read:
             return "", tuple(message for message in read if message)
         first_bad = read.index(None)
+        if (kind := _other_part(messages[first_bad])) is not None:
+            raise DataError(
+                "a message has a part that is not text, and models run here on text alone",
+                where=where,
+                found=f"message {first_bad + 1}: a part of type {kind}",
+                allowed="parts of type text",
+                fix="leave the part out",
+            )
         found = f"message {first_bad + 1}: {shortened(repr(messages[first_bad]), 200)}"
     elif messages is not None:
         found = "messages that are no list, or an empty one"
@@ -367,6 +375,15 @@ def _prompt_or_messages(record: dict[str, Any], where: str) -> tuple[str, tuple[
         allowed='a string "prompt", or "messages" of {"role", "content"} with roles ' + ", ".join(ROLES),
         fix="give it one of them",
     )
+
+
+def _other_part(message: object) -> str | None:
+    """Returns the type of the first part that is not text, such as image_url; None if there is none."""
+    content = message.get("content") if isinstance(message, dict) else None
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
+            return shortened(part["type"], 40)
+    return None
 
 
 def _own_arguments(record: dict[str, Any], is_chat: bool, where: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from llama_ssp.models.folder import ADAPTER, adapter_file, headers, read_json
 from llama_ssp.models.layout import model_name, sizes_of_model, tensors_on_disk
 from llama_ssp.models.sharding import Span, is_planned
 from llama_ssp.models.sizes import HEADS, LAYER, Checkpoint
+from llama_ssp.models.wrapped import kind_left_out, text_name
 
 log = logging.getLogger(__name__)
 
@@ -309,6 +310,8 @@ def changes(adapter: Adapter, base: Base) -> Changes:
     tables: dict[str, str] = {}
     for name in adapter.shapes:
         plain = name.removeprefix(OUTER)
+        if kind_left_out(plain):
+            continue  # of vision or audio, which the text part does not have
         factor = FACTOR.fullmatch(plain)
         table = TABLE.fullmatch(plain)
         if MAGNITUDE in plain:
@@ -371,7 +374,9 @@ def _unfit(adapter: Adapter, module: str, found: str, allowed: str) -> ModelErro
 def _named(base: Base, module: str) -> str | None:
     """Returns the model's name of the module's weight; None if it has no such module."""
     older = [module.replace(name, of_files) for name, of_files in OLDER_NAMES.items()]
-    names = [model_name(f"{name}.weight", base.shapes, base.prefix) for name in (module, *older)]
+    in_text = text_name(f"{module}.weight") or ""  # of a checkpoint that also sees
+    on_disk = [in_text, *(f"{name}.weight" for name in (module, *older))]
+    names = [model_name(name, base.shapes, base.prefix) for name in on_disk]
     return next((name for name in names if name in base.shapes), None)
 
 

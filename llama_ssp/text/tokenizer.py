@@ -297,7 +297,7 @@ class HubTokens(Tokens):
 
         def render() -> str:
             text: str = self._tokenizer.apply_chat_template(
-                messages,
+                self._in_parts(messages) if self._tried and self._takes_parts else messages,
                 add_generation_prompt=not goes_on,
                 continue_final_message=goes_on,
                 tokenize=False,
@@ -349,6 +349,27 @@ class HubTokens(Tokens):
                 log.warning("the chat template of %s changes the words of prompts", self._path)
             self._warned = True
         return rendered
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Returns whether the template shows a message only where its content is a list of parts."""
+        probe: list[Message] = [{"role": "user", "content": WORD}]
+
+        def shows(messages: Sequence[Any]) -> bool:
+            try:
+                return WORD in self._tokenizer.apply_chat_template(list(messages), tokenize=False)
+            except Exception:  # a template may raise anything
+                return False
+
+        if shows(probe):
+            return False
+        in_parts = self._in_parts(probe)
+        return excess_of(lambda: str(shows(in_parts))) is None and shows(in_parts)
+
+    @staticmethod
+    def _in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Returns the messages with the content of each as a list of one part, as models that see want it."""
+        return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
 
     def _warn_of_unread(self, arguments: Mapping[str, Any]) -> None:
         """Warns, once of each, of arguments that the template does not read: transformers ignores them."""
