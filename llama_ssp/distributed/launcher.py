@@ -57,9 +57,9 @@ def import_path() -> dict[str, str]:
 
 
 def of_small_process(ranks: "Ranks", purpose: str) -> dict[str, str]:
-    """Returns the environment of a process that this rank starts; all ranks call it.
+    """Returns the environment of a small process of this rank; all ranks call it.
 
-    The small processes of all ranks meet as ranks, with keys of their own in the store.
+    The small processes of all ranks are ranks of a group of their own, with their own keys in the store.
     """
     members = ranks.gather_texts(os.environ.get("RANK", "0"))
     environment = os.environ | import_path()

@@ -158,7 +158,7 @@ def grouped(x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, layers: Layers) 
     pair      (0,2) (0,5) (1,2) (1,0)      of tokens 0 and 1, two experts each
     sorted    (1,0) (0,2) (1,2) (0,5)      experts end at 1, 1, 3, 3, 3, 4
 
-    The host does not wait for the choice on the GPUs of GROUPED alone.
+    On GPUs of other generations than GROUPED the host waits for the choice.
     """
     up_EFH = layers.up.parts[0]
     down_EHF = layers.down.parts[0]
@@ -222,9 +222,10 @@ def apply_on_gpu(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """Does not wait for the choice of experts where `waits_for_host` says so: a step can be part of a graph.
+    """Waits for the choice of experts only where `waits_for_host` says so.
 
-    Many tokens of bf16 go through torch's grouped product where it has a kernel, else through our own.
+    Else a step can be part of a graph. Many tokens of bf16 go through torch's grouped product where it has a
+    kernel, else through our own.
     """
     layers = Layers.of(
         up=up,

@@ -10,7 +10,8 @@ MOST = 512  # tokens of a graph; the graphs of a model keep memory for the logit
 BUCKET = 256  # slots: memory of caches is made in multiples of it
 LARGEST = 72 * 2**20  # numbers given to a graph that draws or decides: 16 rows of 256k tokens at K = 8
 FILTERED = 2**23  # numbers given to a graph that filters; with more, launches are not what takes the time
-KEPT_BYTES = 5 * LARGEST  # of what graphs that filter, draw or decide read, all in one place, and all give
+# Of graphs that filter, draw or decide: what they read, in memory that all share, and all their results.
+KEPT_BYTES = 5 * LARGEST
 
 
 def short_prompt(cpu: bool) -> int:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.models.families import Family
-from llama_ssp.models.formats.kept import EXPERT, Kept
+from llama_ssp.models.formats.kept import EXPERT, Kept, products_of_mix
 from llama_ssp.models.layout import (
     BUFFERS,
     EXPERTS,
@@ -246,25 +246,15 @@ def _has_head(part: ModelPart) -> bool:
 def _mixed(part: ModelPart) -> Iterator[Weight]:
     """Yields the products of a checkpoint in which matrices have codes of their own, or none (kept.py)."""
     by_name = {row.in_gguf: row for row in layout(part.sizes) if row.in_gguf}
-    for word in part.code_mix.split():
-        names, times, bits, group, size, table = word.split(":")
-        rows = [by_name[name] for name in names.split("+")]
-        yield replace(
-            _joined(part, rows),
-            times=int(times) * max(1, rows[0].experts),
-            linear=True,
-            codes=Kept(int(bits), int(group), int(size), table),
-        )
+    for names, times, codes in products_of_mix(part.code_mix):
+        rows = [by_name[name] for name in names]
+        experts = max(1, rows[0].experts)
+        yield replace(_joined(part, rows), times=times * experts, linear=True, codes=codes)
 
 
 def _coded_experts(part: ModelPart) -> int:
     """Counts the layers whose experts are in codes; in `_mixed`."""
-    layers = 0
-    for word in part.code_mix.split():
-        names, times, *_ = word.split(":")
-        if names == EXPERT[-1]:
-            layers += int(times)
-    return layers
+    return sum(times for names, times, _ in products_of_mix(part.code_mix) if names == [EXPERT[-1]])
 
 
 def parameters(model: ModelConf) -> int:

@@ -28,7 +28,8 @@ class Follower(RankEngine):
 
         proposal = self._rounds.drafts(state)
         if drawn_here.draft_BKV is not None:
-            # A copy of the draft model may have drawn other tokens, by rounding; the leader's count.
+            # A copy of the draft model may have drawn other tokens, by rounding; those of the leader are
+            # submitted.
             self._agreed_B = (drawn_here.drafted_BK == proposal.drafted_BK).long().cumprod(1).sum(1)
         return proposal
 

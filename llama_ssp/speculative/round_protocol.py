@@ -2,10 +2,10 @@
 
 A round has one message to the ranks of the target: the last round's decision, and this round's drafts. Ranks
 that take part in drafting get one before it: the decision, and how many tokens to draft. So equal seeds or
-equal rounding are never relied on. Between GPUs the drafts do not go by the message, which is sent before
-they are drawn, but by a sum over ranks behind it: the leader's host reads no drafts, and waits for its GPU
-once a round, for the decision. Each message carries the number of decided rounds and a checksum of the
-lengths of the leader's texts; a rank where either differs stops the run.
+equal rounding are never relied on. Between GPUs the message holds no drafts: it is sent while they are
+drawn, and a sum over the ranks, after it, brings them from GPU to GPU. So the leader's host reads no drafts,
+and waits for its GPU once a round, for the decision. Each message carries the number of decided rounds and a
+checksum of the lengths of the leader's texts; a rank where either differs stops the run.
 """
 
 import logging

@@ -17,6 +17,7 @@ from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.kv_cache import KVCache
 from llama_ssp.models.passes import Pass
 from llama_ssp.pair.assembly import RankModels
+from llama_ssp.speculative import follower
 from tests.distributed.pairs import RAGGED, Case, OverRanks, opened, refilled, written
 from tests.distributed.processes import on_ranks
 from tests.distributed.threads import ThreadRank
@@ -197,6 +198,28 @@ def test_a_copy_that_drafts_otherwise_is_put_right(models: Models):
     case = Case(4, 4, SAMPLED, max_new=40)
     for found in on_placement(with_other(models, "2 copies", 1, "draft", Noisy), "2 copies", case):
         assert same(found, models.expected(case))
+
+
+def test_a_copy_is_compared_once_the_targets_pass_is_queued(models: Models, monkeypatch: pytest.MonkeyPatch):
+    """The host waits for what was drawn: before the pass, the device would then have nothing to do."""
+    order: list[str] = []
+    whole = follower.target_logits
+    keep = follower.Follower._keep_agreed
+
+    def queued(*given: Any) -> Tensor:
+        order.append("pass")
+        return whole(*given)
+
+    def compared(rank: follower.Follower, *given: Any) -> None:
+        order.append("comparison")
+        keep(rank, *given)
+
+    monkeypatch.setattr(follower, "target_logits", queued)
+    monkeypatch.setattr(follower.Follower, "_keep_agreed", compared)
+    case = Case(4, 1)
+    _, run = on_placement(models, "2 copies", case)
+    assert same(run, models.expected(case)) and run.rounds > 1
+    assert order == ["pass", "comparison"] * run.rounds
 
 
 @pytest.mark.parametrize("name", ["2 leader", "2+1 own"])

@@ -7,7 +7,7 @@ tests/test_packed_bytes.py holds the plan against the bytes of loaded models, in
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from llama_ssp.models.families import Names
@@ -98,14 +98,20 @@ def _mix(matrices: Matrices) -> str:
     return " ".join(":".join(map(str, (names, n, *codes))) for (names, codes), n in sorted(counts.items()))
 
 
+def products_of_mix(mix: str) -> Iterator[tuple[list[str], int, Kept]]:
+    """Yields each kind of product of a mix: its matrices, how many layers have it so, and its codes."""
+    for word in mix.split():
+        names, times, bits, group, size, table = word.split(":")
+        codes = Kept(bits=int(bits), group=int(group), bytes=int(size), table=table)
+        yield names.split("+"), int(times), codes
+
+
 def kinds_of_mix(mix: str) -> set[tuple[Kept, bool]]:
     """Returns the codes of a mix whose tables are known, each with whether they are those of experts."""
     kinds = set()
-    for word in mix.split():
-        names, _, bits, group, size, table = word.split(":")
-        if int(bits) and table:
-            codes = Kept(bits=int(bits), group=int(group), bytes=int(size), table=table)
-            kinds.add((codes, names.partition("+")[0] in EXPERT))
+    for names, _, codes in products_of_mix(mix):
+        if codes.bits and codes.table:
+            kinds.add((codes, names[0] in EXPERT))
     return kinds
 
 

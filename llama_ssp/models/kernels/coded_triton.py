@@ -1,15 +1,16 @@
 """The kernels of coded.py for GPUs, by the number of rows: a step's, several rows', a prompt's.
 
 `multiply_few`, up to 16 rows: a program has a few outputs and reads their codes from end to end. It starts
-enough reads ahead to keep the memory busy. Codes become numbers of 16 bits for the tensor cores, exactly but
-for nf4 and fp4, and the sum over a group is scaled. So a weight is read once for up to 8 rows. Each warp of a
-program has some of the inputs: warps with the same ones would each decode the same codes.
+enough reads ahead to keep the memory busy. Codes become numbers of 16 bits for the tensor cores, exactly,
+except nf4 and fp4, and the sum over a group is scaled. So a weight is read once for up to 8 rows. Each warp
+of a program has some of the inputs: warps with the same ones would each decode the same codes.
 
-`multiply`, up to 256: with so many rows, programs of few outputs would read x more often than codes. So a
-program has more outputs, and where that makes fewer programs than a GPU has processors, several share the
-inputs; `add` adds up what they give, in one order.
+`multiply`, up to 256, and more of experts and of an output matrix: with so many rows, programs of few
+outputs would read x more often than codes. So a program has more outputs, and where that makes fewer programs
+than a GPU has processors, several share the inputs; `add` adds up what they give, in one order.
 
-`decode`, for more rows: the weight is decoded once, rounded to 16 bits, and torch multiplies.
+`decode`, for more rows of other matrices: the weight is decoded once, rounded to 16 bits, and torch
+multiplies.
 
 torch's own products (2.13) are no substitute: `_weight_int4pack_mm` takes bf16 scales alone, and
 `_scaled_mm` quantises inputs.
@@ -179,11 +180,12 @@ def _multiply_decoded(
     inputs = weight["inputs"]
     per_time = min(max(1, DECODED // inputs), outputs)
     weight_NK = x_MK.new_empty(per_time, inputs)
-    rows = {name: weight[name] for name in ("code_ptr", "scale_ptr", "offset_ptr")}  # one for each output
+    # Tensors with a row for each output.
+    by_output = {name: weight[name] for name in ("code_ptr", "scale_ptr", "offset_ptr")}
     for first in range(0, outputs, per_time):
         some = slice(first, first + per_time)
         count = min(per_time, outputs - first)
-        part = {name: None if tensor is None else tensor[some] for name, tensor in rows.items()}
+        part = {name: None if tensor is None else tensor[some] for name, tensor in by_output.items()}
         decode[(triton.cdiv(inputs, DECODE[1]), triton.cdiv(count, DECODE[0]))](
             weight_ptr=weight_NK,
             **{**weight, **part, "outputs": count},
@@ -192,7 +194,7 @@ def _multiply_decoded(
         if bias_N is None:
             torch.mm(x_MK, weight_NK[:count].T, out=y_MN[:, some])
         else:
-            torch.addmm(bias_N[some].detach(), x_MK, weight_NK[:count].T, out=y_MN[:, some])
+            torch.addmm(bias_N[some], x_MK, weight_NK[:count].T, out=y_MN[:, some])
 
 
 def codes_of(inputs: int, group: int, table: str) -> dict[str, int]:

@@ -5,11 +5,12 @@ from llama_ssp.models.graph_sizes import MOST
 WIDEST_HEAD = 256  # numbers of a head that attention.cpp takes
 BLOCK = 32  # outputs that linear.cpp and coded.cpp store together
 SLICE = 2**21  # numbers of a 16-bit output matrix that a CPU without our kernels has in fp32 at once
-DECODED = 2**26  # numbers in codes that are decoded at once: of a matrix, or of experts, but one at least
 MOST_PAIRS = 1024  # of a token and an expert, of which a program finds its own; of prompts are more
+# Numbers in codes that are decoded at once: rows of a matrix, or whole experts; at least one of them.
+DECODED = 2**26
 
 # Of products with matrices in codes on a GPU, by their rows.
-FEW_ROWS = 16  # up to so many a step's kernel multiplies
+FEW_ROWS = 16  # the most rows that a step's kernel multiplies
 MANY_ROWS = 256  # with more, a matrix is decoded once for all of them
 TILE = 64  # outputs of a program, between the two
 TILES = 256  # programs, if there are inputs enough to share: two for each of some 130 processors
@@ -30,7 +31,7 @@ def attends_on_cpu(head: int) -> bool:
 def parts_of(outputs: int, inputs: int) -> int:
     """Returns in how many parts programs share a matrix's inputs, where rows are neither few nor many.
 
-    It does not depend on their number, so a row's product does not, either.
+    It does not depend on the number of rows: so neither does what is computed for a row.
     """
     tiles = -(-outputs // TILE)
     return max(1, min(-(-TILES // tiles), inputs // LEAST_INPUTS))

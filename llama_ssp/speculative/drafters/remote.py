@@ -85,8 +85,7 @@ class RemoteDrafter(Drafter):
             return nothing(state)
 
         began = time.perf_counter()
-        is_for_gpu = state.device.type == "cuda"
-        reply = self._link.reply(is_for_gpu)
+        reply = self._link.reply(pinned=state.device.type == "cuda")
         if reply is not None and reply.values[: len(expected)] != expected:
             self._link.give_up("its drafts are for other texts")
             reply = None
@@ -118,8 +117,8 @@ def tags(state: State, count: tuple[int, ...]) -> list[int]:
 def written(probs_BKV: Tensor) -> tuple[int, Tensor]:
     """Returns probabilities as bytes, on their device: all, or those that are not 0, if they are few.
 
-    Few are left by top-k, top-p and argmax. Then all their places come first, then all their values. Of a
-    softmax none is 0: its bytes are those of the tensor, and nothing is copied.
+    There are few after top-k, top-p and argmax: then the frame has all places, then all values. Else its
+    bytes are those of the tensor, and nothing is copied.
     """
     flat_N = probs_BKV.detach().flatten()
     # Most have no zeros, which their minimum tells in a small part of the time that a search takes.
