@@ -174,7 +174,7 @@ def test_the_text_of_several_nodes(command: Command) -> None:
 def test_the_text_of_a_cpu(command: Command) -> None:
     said = command("task=plan", "cluster.gpu=cpu", "out=null").out
     assert "\nCPU 0 " in said and "GPU" not in said.partition("\n{")[0]
-    assert "task=calibrate measures this machine's own" in said
+    assert "a run measures this machine when it ends, and llama-ssp calibrate does so more exactly" in said
 
 
 def test_one_placement(command: Command) -> None:

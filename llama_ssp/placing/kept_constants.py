@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -54,12 +55,12 @@ class MachineKey:
     @property
     def place(self) -> Path:
         """Returns the file. Raises RuntimeError if the user has no home."""
-        of_versions = _digest(self.torch, self.meaning)
+        of_versions = _digest([self.torch, self.meaning])
         return user_folder() / FOLDER / f"{self._of_machine}-{of_versions}.json"
 
     @property
     def _of_machine(self) -> str:
-        return _digest(self.processor, self.gpu, self.ranks, self.threads)
+        return _digest([self.processor, self.gpu, self.ranks, self.threads])
 
     def others(self) -> list[Path]:
         """Returns the files of this machine that other versions have written, the newest first."""
@@ -92,7 +93,7 @@ class Constants:
         if cluster.times != TimesConf():
             return replace(cluster, **open_figures)
 
-        of_preset = TimesConf(**preset.get("times", {}))
+        of_preset = replace(TimesConf(), **preset.get("times", {}))
         measured: dict[str, Any] = _known(self.times)
         reduce = {**of_preset.all_reduce_us, **self.times.all_reduce_us}
         source = self.source
@@ -103,7 +104,7 @@ class Constants:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class KeptConstants:
     """The constants that are kept for this machine, and the file's content; else None, and why."""
 
     on_cpu: bool
@@ -151,7 +152,7 @@ def key_here(gpu: str, ranks: int) -> MachineKey:
     except PackageNotFoundError:
         torch = "none"
     return MachineKey(
-        processor=f"{processor_name()}, features {_digest(processor())}",
+        processor=f"{processor_name()}, features {_digest([processor()])}",
         gpu=gpu,
         ranks=ranks if on_cpu else 0,
         threads=threads_of(ranks) if on_cpu else 0,
@@ -159,31 +160,31 @@ def key_here(gpu: str, ranks: int) -> MachineKey:
     )
 
 
-def kept_constants(gpu: str, ranks: int) -> Kept:
+def kept_constants(gpu: str, ranks: int) -> KeptConstants:
     """Returns what is kept of this machine; with a reason where there is nothing, or it is stale."""
     on_cpu = gpu == CPU
     given = os.environ.get(SWITCH)
     if given == OFF:
         lacks = f"{SWITCH}={OFF}: what was measured of this machine is not used"
-        return Kept(on_cpu=on_cpu, lacks=lacks if on_cpu else "")
+        return KeptConstants(on_cpu=on_cpu, lacks=lacks if on_cpu else "")
     key = key_here(gpu, ranks)
     with suppress(RuntimeError, OSError):  # a user without a home
         place = Path(given) if given else key.place
         try:
             content = json.loads(place.read_text(encoding="utf-8"))
             if not given or content:
-                return Kept(on_cpu=on_cpu, constants=_constants_of(content, key), content=content)
+                return KeptConstants(on_cpu=on_cpu, constants=_constants_of(content, key), content=content)
         except FileNotFoundError:
             pass
         except WRONG_CONTENT as error:
-            return Kept(on_cpu=on_cpu, lacks=f"{place} is not used: {error}")
+            return KeptConstants(on_cpu=on_cpu, lacks=f"{place} is not used: {error}")
 
         for file in [] if given else key.others():
             with suppress(*WRONG_CONTENT):
                 written = json.loads(file.read_text(encoding="utf-8"))["key"]
-                return Kept(on_cpu=on_cpu, lacks=f"{NOT_YET}; {_of_others(written, key)}")
+                return KeptConstants(on_cpu=on_cpu, lacks=f"{NOT_YET}; {_of_others(written, key)}")
     when = ", as when this job began" if given else ""
-    return Kept(on_cpu=on_cpu, lacks=f"{NOT_YET}{when}" if on_cpu else "")  # a GPU's preset serves
+    return KeptConstants(on_cpu=on_cpu, lacks=f"{NOT_YET}{when}" if on_cpu else "")  # a GPU's preset serves
 
 
 def _of_others(written: dict[str, Any], key: MachineKey) -> str:
@@ -204,7 +205,7 @@ def _constants_of(content: dict[str, Any], key: MachineKey) -> Constants:
         by=str(content["by"]),
         day=str(content["day"]),
         figures={name: _figure(content["figures"][name]) for name in content["figures"] if name in FIGURES},
-        times=TimesConf(all_reduce_us=reduce, **times),
+        times=replace(TimesConf(all_reduce_us=reduce), **times),
     )
 
 
@@ -247,5 +248,5 @@ def keep_constants(cluster: ClusterConf, key: MachineKey, by: str) -> Path:
     return place
 
 
-def _digest(*facts: object) -> str:
+def _digest(facts: Sequence[object]) -> str:
     return hashlib.sha256("\0".join(map(str, facts)).encode()).hexdigest()[:16]

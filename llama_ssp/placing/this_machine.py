@@ -13,7 +13,7 @@ from llama_ssp.config import ClusterConf, RunConf, Scheduler
 from llama_ssp.distributed.gpus import SLICES, gpus_here
 from llama_ssp.errors import UsageError
 from llama_ssp.models.host_memory import memory_here
-from llama_ssp.placing.kept_constants import Kept, kept_constants, threads_of
+from llama_ssp.placing.kept_constants import KeptConstants, kept_constants, threads_of
 from llama_ssp.planner.hardware import Machine, by_gpu, machine_of, matching
 from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import GIB
@@ -57,7 +57,7 @@ def machine_for(
     return replace(machine, lacks=lacks)
 
 
-def kept_of(run: RunConf, ranks: int) -> Kept | None:
+def kept_of(run: RunConf, ranks: int) -> KeptConstants | None:
     """Returns what is kept of the machine that the run plans for; None of one that it names."""
     if run.cluster.gpu is not None or run.cluster.scheduler is not Scheduler.none:
         return None
