@@ -408,6 +408,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "no-rank": (changed_config(r=None), "no usable r;"),
     "rank-0": (changed_config(r=0), "no usable r;"),
     "alpha": (changed_config(lora_alpha="8"), "no usable lora_alpha"),
+    "alpha-huge": (changed_config(lora_alpha=10**400), "no usable lora_alpha"),
     "alpha-nan": (changed_config(alpha_pattern={"q_proj": float("inf")}), "no usable alpha_pattern q_proj"),
     "patterns": (changed_config(rank_pattern=[1]), "no usable rank_pattern"),
     "regex": (changed_config(target_modules="("), "no usable pattern"),
@@ -418,6 +419,11 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "other-tensor": (others(lora_E=torch.ones(3)), "lora_E"),
     "codes": (others(lora_A__weight=torch.ones(4, 16, dtype=torch.int8)), "in codes.*I8"),
     "other-sizes": (others(lora_A__weight=torch.ones(4, 8)), "does not fit the model.*A .4, 8."),
+    "flat": (others(lora_A__weight=torch.ones(16)), "does not fit the model.*A .16,."),
+    "twice": (
+        replaced_tensors(lambda kept: kept | {n.replace(".model.", ".", 1): t + 1 for n, t in kept.items()}),
+        "two pairs for model.layers.0",
+    ),
     "unknown-module": (
         replaced_tensors(lambda kept: {n.replace("layers.1", "layers.2"): t for n, t in kept.items()}),
         "model.layers.2.*a module that the model does not have",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import OWN_CODES, Dtype, ModelConf, home_expanded
+from llama_ssp.config import MAX_INT, OWN_CODES, Dtype, ModelConf, home_expanded
 from llama_ssp.config.presets import HUB_ID
 from llama_ssp.errors import ModelError
 from llama_ssp.models.families import TESTED, Family, family_of
@@ -263,7 +263,8 @@ def _require_usable(folder: Path, config: Mapping[str, Any]) -> None:
         numbers |= {f"{key} {name}": value for name, value in pattern.items()}
         patterns += pattern
     for key, value in numbers.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_number = is_number and abs(value) <= MAX_INT  # NaN is not
         is_rank = isinstance(value, int) and value > 0
         if not is_number or (key.startswith("r") and not is_rank):
             raise _unusable(folder, key, value, "a number; of ranks a whole one above 0")
@@ -333,11 +334,13 @@ def changes(adapter: Adapter, base: Base) -> Changes:
         if base.tied and (module in embeddings or f"{module}.".startswith(HEADS)):
             raise _tied(adapter, module)
         if module.removesuffix(INNER).endswith(".experts"):
-            added |= _of_experts(adapter, base, module, pair)
+            further = _of_experts(adapter, base, module, pair)
         else:
             _require_targeted(adapter, module)
-            target, low_rank = _of_module(adapter, base, module, pair, module in embeddings)
-            added[target] = low_rank
+            further = _of_module(adapter, base, module, pair, module in embeddings)
+        if twice := added.keys() & further.keys():
+            raise _odd(adapter, f"two pairs for {min(twice)}", "fetch the adapter again")
+        added |= further
     replaced = {_replaced(adapter, base, module, name): name for module, name in tables.items()}
     return Changes(added=added, replaced=replaced)
 
@@ -347,7 +350,7 @@ def _odd(adapter: Adapter, found: str, fix: str) -> ModelError:
 
 
 def _tied(adapter: Adapter, module: str) -> ModelError:
-    """peft's own merge changes both, or unties them: which one was meant, the files do not say."""
+    """Returns the error for one of two tied matrices: peft's own merge changes both, or unties them."""
     return ModelError(
         "the adapter changes the embedding or the output matrix, and in the model they are one",
         where=adapter.path,
@@ -384,18 +387,18 @@ def _replaced(adapter: Adapter, base: Base, module: str, name: str) -> str:
     """Returns the model's name of a table that the adapter's file holds whole."""
     target = _named(base, module)
     sizes = adapter.shapes[name]
-    if base.tied:
-        raise _tied(adapter, module)
     if target is None or base.shapes[target] != sizes:
         expected = "no such module" if target is None else f"{base.shapes[target]}, as in the model"
         raise _unfit(adapter, module, f"a whole table {sizes}", expected)
+    if base.tied and len(sizes) == 2:
+        raise _tied(adapter, module)
     return target
 
 
 def _of_module(
     adapter: Adapter, base: Base, module: str, pair: Mapping[str, str], is_embedding: bool
-) -> tuple[str, LowRank]:
-    """Returns the weight of a module and what is added to it; raises ModelError unless the sizes fit."""
+) -> dict[str, LowRank]:
+    """Returns what is added to a module's weight, by its name; raises ModelError unless the sizes fit."""
     target = _named(base, module)
     if target is None:
         raise _unfit(adapter, module, "a module that the model does not have", "the model's modules")
@@ -411,7 +414,7 @@ def _of_module(
     if len(sizes) != 2 or (a_sizes, b_sizes) != ((rank, outputs_inputs[1]), (outputs_inputs[0], rank)):
         raise _unfit(adapter, module, f"A {a_sizes}, B {b_sizes}", f"rank {rank}, and a weight of {sizes}")
     scale = _scale(adapter, module, rank)
-    return target, LowRank(a=pair["A"], b=pair["B"], rank=rank, scale=scale, transposed=transposed)
+    return {target: LowRank(a=pair["A"], b=pair["B"], rank=rank, scale=scale, transposed=transposed)}
 
 
 def _of_experts(adapter: Adapter, base: Base, module: str, pair: Mapping[str, str]) -> dict[str, LowRank]:
@@ -427,6 +430,8 @@ def _of_experts(adapter: Adapter, base: Base, module: str, pair: Mapping[str, st
     a_sizes = adapter.shapes[pair["A"]]
     b_sizes = adapter.shapes[pair["B"]]
     found = f"A {a_sizes}, B {b_sizes}"
+    if (len(a_sizes), len(b_sizes)) != (2, 2):
+        raise _unfit(adapter, module, found, "two matrices")
     for parameter, rows in ((EXPERTS_UP, names.expert_up), (EXPERTS_DOWN, (names.expert_down,))):
         weights = [list(_experts_of(base, prefix, name)) for name in rows if name]
         if not all(weights) or not weights:
