@@ -9,7 +9,7 @@ PYTEST := $(PY) -m pytest --dist worksteal
 export PYTHONDONTWRITEBYTECODE := # each worker, and each process of a test, would compile every module anew
 
 # Installs what is missing; instant if nothing changed.
-.venv/.installed: requirements-build.lock requirements.lock pyproject.toml machine-install.sh
+.venv/.installed: requirements-build.lock requirements.lock requirements-cuda.lock pyproject.toml machine-install.sh
 	@./machine-install.sh $(INSTALL)
 	@touch $@
 

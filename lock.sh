@@ -12,6 +12,7 @@ cd "$(dirname "$0")"
 UV=0.13.9
 BUILD=requirements-build.lock
 RUN=requirements.lock
+CUDA=requirements-cuda.lock
 DEV=requirements-dev.lock
 newest=--upgrade
 case "${1-}" in
@@ -55,13 +56,20 @@ resolve -c "$work/torch" --extra plots pyproject.toml -o "$work/all" >/dev/null
 names "$work/all" | grep -E '^(torch|triton|cuda-.*|nvidia-.*)$' | leave_out >"$work/torch.out"
 # shellcheck disable=SC2046  # a flag a word
 lock "$RUN" $(cat "$work/torch.out") -c "$work/torch" -c "$BUILD" --extra plots pyproject.toml <<'END'
-# By `make lock`. What runs the program, all of it. pip takes a file only if it has one of these hashes.
-# Not here: torch, and what its builds bring (CUDA's libraries, triton). machine-install.sh names torch's version,
-# and torch those of the rest; but each build (CPU, a CUDA or ROCm version) has files, so hashes, of its own.
+# By `make lock`. What runs the program, without torch. pip takes a file only if it has one of these hashes.
+# Not here: torch, whose builds (CPU, a CUDA or ROCm version) have files, so hashes, of their own; machine-install.sh
+# names its version. What the build for CUDA 13.0 brings is in requirements-cuda.lock.
+END
+
+# shellcheck disable=SC2046
+lock "$CUDA" --no-emit-package=torch $( { names "$RUN"; names "$BUILD"; } | leave_out) \
+    -c "$RUN" -c "$BUILD" "$work/torch" <<'END'
+# By `make lock`. What torch's build for CUDA 13.0 brings, which is the public index's: CUDA's libraries and triton.
+# Builds for other versions of CUDA and for ROCm bring others, which no lock has: torch alone says which.
 END
 
 # shellcheck disable=SC2046
 lock "$DEV" $(grep -v '=triton$' "$work/torch.out") $( { names "$RUN"; names "$BUILD"; } | leave_out) \
-    -c "$work/torch" -c "$RUN" -c "$BUILD" --extra plots --extra dev pyproject.toml <<'END'
+    -c "$work/torch" -c "$RUN" -c "$BUILD" -c "$CUDA" --extra plots --extra dev pyproject.toml <<'END'
 # By `make lock`. What tests and lint need besides: machine-install.sh --dev, make test, CI.
 END

@@ -17,6 +17,7 @@ WHEELS=https://download.pytorch.org/whl
 VENV=.venv
 BUILD=requirements-build.lock
 RUN=requirements.lock
+CUDA=requirements-cuda.lock
 DEV=requirements-dev.lock
 PYTHON=${PYTHON:-python3}
 
@@ -53,6 +54,8 @@ done
 
 check_python() {
     command -v "$PYTHON" >/dev/null || die "no $PYTHON; install Python 3.11 or later (Debian, Ubuntu: apt-get install python3 python3-venv)"
+    "$PYTHON" --version >/dev/null 2>&1 ||
+        die "$PYTHON does not start; name one that does: PYTHON=/usr/bin/python3.12"
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         die "$("$PYTHON" --version) is too old; install Python 3.11 or later, or set PYTHON=python3.12"
     "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
@@ -113,10 +116,28 @@ install() {
 install_lock() { install "what $1 names" --require-hashes --no-deps --no-build-isolation -r "$1"; }
 installed() { "$VENV/bin/python" -c "import importlib.metadata as m; print(m.version('$1'))" 2>/dev/null || true; }
 
-install_torch() {
-    case "$(installed torch)" in "$TORCH" | "$TORCH"+*) return 0 ;; esac
+# Whether torch's build is the one whose libraries the lock has: it asks for their very versions.
+is_locked_build() {
+    "$VENV/bin/python" - "$CUDA" <<'END'
+import re
+import sys
+from importlib.metadata import requires
 
-    if [ "$asked" = no ] && [ -n "$index" ]; then
+asked = [text.partition(";")[0] for text in requires("torch") or [] if re.match("cuda|nvidia", text)]
+pinned = [re.sub(r"\[.*]|\s", "", text) for text in asked if "==" in text]
+lock = open(sys.argv[1], encoding="utf-8").read()
+sys.exit(not pinned or any(f"\n{text}" not in lock for text in pinned))
+END
+}
+
+install_torch() {
+    local here=no
+    case "$(installed torch)" in "$TORCH" | "$TORCH"+*) here=yes ;; esac
+    if [ $here = yes ] && ! is_old; then return 0; fi
+
+    if [ "$asked" = no ] && [ $here = yes ]; then
+        index=  # a run was stopped, or a lock has changed: what else torch brings, the public index has, too
+    elif [ "$asked" = no ] && [ -n "$index" ]; then
         # Better the build that this network has than none, unless another was asked for.
         if has_own_index; then
             say "torch comes from the index of pip's settings"
@@ -128,12 +149,13 @@ install_torch() {
         [ -n "$index" ] || say "the public index has CUDA's build ($(size_of cuda)); --cpu insists on the CPU's ($(size_of /cpu))"
     fi
 
-    say "installing torch $TORCH${index:+ from $index}: .venv takes $(size_of "$index") on disk; $(free_here) are free"
-    if [ -n "$index" ]; then
-        install "torch $TORCH" --index-url "$index" "torch==$TORCH"
-    else
-        install "torch $TORCH" "torch==$TORCH"
+    if [ $here = no ]; then
+        say "installing torch $TORCH${index:+ from $index}: .venv takes $(size_of "$index") on disk; $(free_here) are free"
+        install "torch $TORCH" --no-deps ${index:+--index-url "$index"} "torch==$TORCH"
     fi
+    if is_locked_build; then install_lock "$CUDA"; fi
+    # What another build brings; here already if it is the locked one, or the CPU's.
+    install "what torch $TORCH brings" ${index:+--index-url "$index"} "torch==$TORCH"
 }
 
 check_python
@@ -147,8 +169,9 @@ if ! { [ -x "$VENV/bin/python" ] && [ -x "$VENV/bin/pip" ]; }; then
 fi
 
 # The stamps make a second run instant: what is installed is what the files say.
-stamp=$(cat "$BUILD" "$RUN" pyproject.toml machine-install.sh | cksum)
-if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$stamp" ]; then
+stamp=$(cat "$BUILD" "$RUN" "$CUDA" pyproject.toml machine-install.sh | cksum)
+is_old() { [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$stamp" ]; }
+if is_old; then
     [ -w "$VENV" ] || die "$PWD/$VENV is not up to date, and cannot be written; run this as its owner, or clone anew"
     say "installing the locked requirements"
     install_lock "$BUILD"
@@ -156,7 +179,7 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$stamp" ]; then
 fi
 # After the lock: what torch needs is there already, with the lock's versions and hashes.
 install_torch
-if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$stamp" ]; then
+if is_old; then
     install "this package" -q --no-deps --no-build-isolation -e .
     echo "$stamp" >"$VENV/.installed"
 fi

@@ -273,6 +273,22 @@ def test_folders_with_blanks_reach_the_compiler(
     assert [file.name for file in cache.iterdir()] == ["a.so"]
 
 
+def test_python_3_13_0_gives_no_warning_of_slow_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives it several times a program; and ours have no guards."""
+    said = []
+
+    def compile_nothing(*_: object, **__: object) -> None:
+        said.append(torch._dynamo.config.issue_3_13_0_warning)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    spec = programs.ProgramSpec(lambda module, x: x, torch.nn.Identity(), (torch.zeros(1),), ())
+    with pytest.raises(InterruptedError):
+        programs.compiled(spec)
+    assert said == [False]
+    assert torch._dynamo.config.issue_3_13_0_warning, "elsewhere it is torch's"
+
+
 def test_one_thread_compiles_at_a_time():
     """torch says of no function that it may be traced in two: a pair may be loaded in each of two threads."""
 

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import distributions, requires
+from importlib.metadata import version as installed_version
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,24 @@ from packaging.utils import canonicalize_name
 
 from tests.warm import ROOT
 
-LOCKS = ("requirements-build.lock", "requirements.lock", "requirements-dev.lock")
+CUDA_LOCK = "requirements-cuda.lock"
+LOCKS = ("requirements-build.lock", "requirements.lock", CUDA_LOCK, "requirements-dev.lock")
 FILES = (*LOCKS, "machine-install.sh", "pyproject.toml")
-OF_TORCH = re.compile(r"torch|triton|cuda-.*|nvidia-.*")  # each build has its own
+OF_TORCH = re.compile(r"torch|triton.*|cuda-.*|nvidia-.*")  # other builds bring others than the locks name
+# Of its metadata: the public index's build, and those for the processor and for another version of CUDA.
+CUDA_13 = (
+    'cuda-toolkit[cublas,nvtx]==13.0.3; platform_system == "Linux"',
+    'cuda-bindings<14,>=13.0.3; platform_system == "Linux" and python_version < "3.15"',
+    'nvidia-cudnn-cu13==9.20.0.48; platform_system == "Linux"',
+)
+CPU = ("filelock", "typing-extensions>=4.10.0")
+CUDA_12 = (
+    'nvidia-cudnn-cu12==9.10.2.21; platform_system == "Linux"',
+    'triton==3.7.1; platform_system == "Linux"',
+)
 
 # A Python that makes environments of itself. Its pip writes down what it was asked, and which torch it has.
+# What it reads from its input, a real one runs.
 PYTHON = """#!/bin/sh
 case "$*" in
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/pip" ;;
@@ -32,6 +46,7 @@ case "$*" in
         echo "${*#-m pip --disable-pip-version-check install }" >>"$ASKED"
         case "$*" in *"$PIP_FAILS"*) echo "ERROR: No matching distribution" >&2; exit 1 ;; esac
         case "$*" in *torch==*) echo "${*##*==}" >"$ASKED.torch" ;; esac ;;
+    "- "*) PYTHONPATH="$SITE" exec "$REAL_PYTHON" "$@" ;;
     *metadata*) cat "$ASKED.torch" 2>/dev/null ;;
     "-c import torch"*) echo "torch is here" ;;
 esac
@@ -45,6 +60,7 @@ PLAIN = {
     "PIP_FAILS": "nothing",
     "SYSTEM": "Linux",
 }
+HASHED = "-q --require-hashes --no-deps --no-build-isolation -r {}"
 CHECK = "is this machine fit? one screen says it, and what to do: .venv/bin/llama-ssp calibrate"
 OTHERS = ("PIP_", "PYTHON", "TORCHINDUCTOR", "XDG_")  # what would speak for this machine
 has_gpu = pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="a GPU chooses another build")
@@ -58,8 +74,10 @@ class Run:
 
     @property
     def torch(self) -> str:
-        (line,) = (line for line in self.asked if "torch==" in line)
-        return line
+        """Returns how torch was asked for, first alone, then with what it brings: from the same index."""
+        alone, whole = (line for line in self.asked if "torch==" in line)
+        assert alone.replace("--no-deps ", "") == whole != alone
+        return whole
 
 
 Install = Callable[..., Run]
@@ -82,11 +100,16 @@ def install(clone: Path, tmp_path: Path) -> Install:
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
 
-    def run(*flags: str, **settings: str) -> Run:
+    def run(*flags: str, brings: tuple[str, ...] = CPU, **settings: str) -> Run:
+        """Runs the installer; `brings` is what torch's metadata asks for."""
         asked = tmp_path / "asked"
         asked.write_text("")
+        facts = tmp_path / "site" / "torch-9.dist-info" / "METADATA"
+        facts.parent.mkdir(parents=True, exist_ok=True)
+        facts.write_text("\n".join(["Name: torch", *(f"Requires-Dist: {text}" for text in brings), ""]))
         env = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
         env |= PLAIN | {"PATH": f"{programs}:{os.environ['PATH']}", "ASKED": str(asked)} | settings
+        env |= {"SITE": str(facts.parents[1]), "REAL_PYTHON": sys.executable}
         done = subprocess.run(
             ["bash", str(clone / "machine-install.sh"), *flags],
             capture_output=True, text=True, timeout=60, env=env, stdin=subprocess.DEVNULL,
@@ -102,12 +125,38 @@ def test_locks_are_installed_with_their_hashes_and_nothing_else(install: Install
     assert version is not None
     done = install("--dev")
     assert done.code == 0
-    build, run, torch, package, dev = done.asked
-    for line, lock in zip((build, run, dev), LOCKS, strict=True):
-        assert line == f"-q --require-hashes --no-deps --no-build-isolation -r {lock}"
-    assert torch == f"-q --index-url https://download.pytorch.org/whl/cpu torch=={version[1]}"
+    build, run, _, _, package, dev = done.asked
+    for line, lock in zip((build, run, dev), ("-build", "", "-dev"), strict=True):
+        assert line == HASHED.format(f"requirements{lock}.lock")
+    assert done.torch == f"-q --index-url https://download.pytorch.org/whl/cpu torch=={version[1]}"
     assert package.endswith("--no-deps --no-build-isolation -e .")
     assert done.lines[-2:] == ["torch is here", CHECK]
+
+
+@pytest.mark.parametrize(
+    ("brings", "locked"),
+    [(CUDA_13, True), (CPU, False), ((), False), (CUDA_12, False), ((*CUDA_13, *CUDA_12), False)],
+    ids=["CUDA 13.0", "CPU", "nothing", "CUDA 12", "one more"],
+)
+@pytest.mark.parametrize("flag", ["--cuda", "--cpu"])
+def test_cuda_s_libraries_are_the_lock_s_if_torch_asks_for_them(
+    flag: str, brings: tuple[str, ...], locked: bool, install: Install
+) -> None:
+    """By torch's metadata, wherever it comes from; between torch itself and whatever else it brings."""
+    done = install(flag, brings=brings)
+    assert done.code == 0
+    torch = [number for number, line in enumerate(done.asked) if "torch==" in line]
+    assert done.asked[torch[0] + 1 : torch[1]] == [HASHED.format(CUDA_LOCK)] * locked
+
+
+def test_a_run_that_was_stopped_after_torch_goes_on_with_its_libraries(install: Install) -> None:
+    """From the public index, which has those of each build."""
+    assert install("--cuda", brings=CUDA_13, PIP_FAILS=CUDA_LOCK).code == 5
+    done = install(brings=CUDA_13, INDEX_FAILS="1")
+    _, _, libraries, rest, package = done.asked
+    assert libraries == HASHED.format(CUDA_LOCK) and package.endswith("-e .")
+    assert re.fullmatch(r"-q torch==[0-9.]+", rest)
+    assert not any("index" in line for line in done.lines)
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, ""), (1, ""), (8, " ranks=8")])
@@ -176,15 +225,26 @@ def test_a_build_that_is_asked_for_comes_from_torch_s_index(flag: str, folder: s
     assert f"--index-url https://download.pytorch.org/whl/{folder} torch==" in done.torch
 
 
-@pytest.mark.parametrize("at", ["requirements-build.lock", "requirements.lock", "torch==", "-e ."])
+@pytest.mark.parametrize(
+    "at",
+    ["requirements-build.lock", "requirements.lock", "--no-deps torch==", CUDA_LOCK, "-q torch==", "-e ."],
+)
 def test_where_pip_fails_it_ends_with_one_line_that_says_what_to_check(at: str, install: Install) -> None:
-    done = install(PIP_FAILS=at)
+    done = install(brings=CUDA_13, INDEX_FAILS="1", PIP_FAILS=at)
     assert done.code == 5
     assert done.lines[-2:-1] == ["ERROR: No matching distribution"]
     assert done.lines[-1].startswith("error: pip could not install ")
     for word in ("network", "disk", "PIP_INDEX_URL", "HTTPS_PROXY", "pip.conf"):
         assert word in done.lines[-1]
-    assert install().code == 0, "it goes on from there"
+    assert install(brings=CUDA_13).code == 0, "it goes on from there"
+
+
+def test_a_python_that_does_not_start_is_said(install: Install) -> None:
+    done = install(PYTHON="no-such-python")
+    assert (done.code, done.asked) == (5, []) and done.lines[0].startswith("error: no no-such-python; ")
+    done = install(PYTHON="/bin/false")
+    assert (done.code, done.asked) == (5, [])
+    assert done.lines == ["error: /bin/false does not start; name one that does: PYTHON=/usr/bin/python3.12"]
 
 
 def test_a_clone_that_cannot_be_written_is_refused_in_one_line(install: Install, clone: Path) -> None:
@@ -247,9 +307,12 @@ def test_every_package_of_a_lock_has_one_version_and_hashes() -> None:
         assert item.hashes, name
         assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in item.hashes), name
 
-    build, run, dev = (locked(file) for file in LOCKS)
+    build, run, cuda, dev = (locked(file) for file in LOCKS)
     assert all(build[name] == run[name] for name in build.keys() & run.keys())
-    assert not dev.keys() & (build.keys() | run.keys())
+    assert not (cuda.keys() | dev.keys()) & (build.keys() | run.keys())
+    assert cuda.keys() & dev.keys() == {"triton"}, "builds for the processor do not bring it"
+    assert cuda["triton"].requirement.specifier == dev["triton"].requirement.specifier
+    assert all(OF_TORCH.fullmatch(name) for name in cuda) and "torch" not in cuda
 
 
 def test_the_locks_name_no_index_and_no_path() -> None:
@@ -279,13 +342,19 @@ def version_of(name: str) -> str:
     return str(ALL[name].requirement.specifier).removeprefix("==")
 
 
+def is_of_another_build(name: str) -> bool:
+    """Whether it is torch, or comes with a build of torch whose libraries no lock has."""
+    has_locked_libraries = installed_version("torch").partition("+")[2] in ("", "cpu", "cu130")
+    return name == "torch" or (OF_TORCH.fullmatch(name) is not None and not has_locked_libraries)
+
+
 def here() -> dict[str, str]:
-    """What is installed, without this package, torch and what torch brings: name and version."""
+    """What is installed and must be what the locks name, without this package: name and version."""
     # Not what setuptools brings for itself, which it adds to sys.path once it is imported.
     places = list({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     found = distributions(path=places)
     versions = {canonicalize_name(each.metadata["Name"]): each.version for each in found}
-    names = [name for name in versions if name != "llama-ssp" and not OF_TORCH.fullmatch(name)]
+    names = [name for name in versions if name != "llama-ssp" and not is_of_another_build(name)]
     return {name: versions[name] for name in names}
 
 
@@ -311,6 +380,6 @@ def test_what_a_package_of_the_locks_needs_is_in_the_locks() -> None:
         for name, version in here().items()
         if name in ALL and version == version_of(name)
         for other in needed(name)
-        if other not in ALL and not OF_TORCH.fullmatch(other)
+        if other not in ALL and not is_of_another_build(other)
     }
     assert missing == set()

@@ -67,7 +67,9 @@ def compiled(spec: ProgramSpec) -> Any:
     function = types.FunctionType(code, spec.function.__globals__, name)
     options = OPTIONS | OPTIONS_BY_DEVICE[spec.arguments[0].device.type]
     mark(spec.arguments)
-    with quick_builds(), torch._dynamo.config.patch(enable_aot_compile=True):  # off in torch 2.11
+    # Compiling ahead is off in torch 2.11. Programs have no guards, which Python 3.13.0 makes slow.
+    settings = torch._dynamo.config.patch(enable_aot_compile=True, issue_3_13_0_warning=False)
+    with quick_builds(), settings:
         program: Any = torch.compile(function, fullgraph=True, dynamic=False, options=options)
         program = program.aot_compile(((spec.module, *spec.arguments), {}))
     program.disable_guard_check()
