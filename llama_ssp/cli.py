@@ -241,14 +241,8 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
 
     `place` is a sweep's folder for the run, `times` are those of the cores when the process began.
     """
-    from llama_ssp.batch.job import chosen_seed, continued
     from llama_ssp.config.compose import to_run
     from llama_ssp.config.validation import check_sharing
-    from llama_ssp.models.kept_files import cache_folder
-    from llama_ssp.placing.start import prepared
-    from llama_ssp.report.plots import check_plot
-    from llama_ssp.tasks.inputs import RunInputs
-    from llama_ssp.text.prompts import Reading, read_prompts
 
     checked = to_run(job.cfg)
     check_sharing(checked, job.words)
@@ -256,12 +250,20 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     leads = _environment().is_leader
     world = rank_environment().world
     dry = not {*DRY}.isdisjoint(sys.argv)
-    if dry or task.name == "plan":
-        from llama_ssp.tasks import plan as planning
     if task.name == "plan":
+        from llama_ssp.tasks import plan as planning
+
         # Each job of a sweep has words of its own.
         words = sys.argv[1:] if job.number is None else job.words
         return planning.execute(checked, world, leads, words, place)
+
+    from llama_ssp.batch.job import chosen_seed, continued
+    from llama_ssp.models.kept_files import cache_folder
+    from llama_ssp.placing.start import prepared
+    from llama_ssp.report.plots import check_plot
+    from llama_ssp.tasks.inputs import RunInputs
+    from llama_ssp.text.prompts import Reading, read_prompts
+
     cache_folder()  # all processes that this one starts inherit its name; a line about it comes once
     if task.name == "batch":
         checked = continued(checked)
@@ -274,6 +276,8 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     for note in start.notes if leads else ():
         log.info("%s", note)
     if dry:
+        from llama_ssp.tasks import plan as planning
+
         return planning.dry_run(pairs, start, leads, sys.argv[1:])
     if world == 1 < start.ranks:
         return _run_ranks(start, job, place)
@@ -284,7 +288,8 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     seed = chosen_seed(checked, task.name == "batch" and leads)
     inputs = RunInputs(run=recorded, seed=seed, pairs=pairs, reading=reading, place=place)
     keep_threads_to_share()
-    if world == 1 and not _computes_on_gpus(recorded):
+    on_gpus = _computes_on_gpus(recorded)  # on every rank: it sets how CUDA numbers GPUs, before CUDA starts
+    if world == 1 and not on_gpus:
         give_cores_away(times)
     with (
         GUARD.parting("stopped by a signal before the run began"),

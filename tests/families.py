@@ -93,6 +93,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "olmo3": (
+        "olmo3", {
+            "layer_types": KINDS,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                   "original_max_position_embeddings": 40},
+            },
+        },
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 12}),
+    "exaone4": ("exaone4", {"layer_types": KINDS}),
+    # Positions that are scaled from 8 on: with the length of a model no test's text would be.
+    "ministral3": (
+        "ministral3", {
+            "head_dim": 12, "sliding_window": None,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=8, llama_4_scaling_beta=0.5),
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 12}),
+    "gemma": ("gemma", {"head_dim": 12}),
+    "cohere2": ("cohere2", {"layer_types": KINDS, "logit_scale": 0.3}),
+    "cohere": ("cohere", {"logit_scale": 0.3}),
+    # Half of the groups can be chosen, and queries and keys have norms, as in the larger models.
+    "glm4_moe": (
+        "glm4_moe", {
+            "head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+            "routed_scaling_factor": 1.7, "use_qk_norm": True, "n_shared_experts": 2,
+        },
+    ),
+    "apertus": ("apertus", LLAMA_3),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        {"head_dim": 12, **rope("dynamic", factor=1.0, alpha=50.0)},
+    ),
 }  # fmt: skip
 
 # What the config of a family may say otherwise: the decoder is compared with transformers for these, too.
@@ -107,6 +142,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-partial": ("phi3", rope("default", partial_rotary_factor=0.5)),
     "linear-scaled": ("llama-mha", rope("linear", factor=4.0)),
     "yarn": ("llama-mha", rope("yarn", factor=4.0, original_max_position_embeddings=40)),
+    "exaone4-no-window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "cohere-normed": ("cohere", {"use_qk_norm": True}),
+    "cohere-biased": ("cohere", {"attention_bias": True}),
+    "glm4-unbiased": ("glm4", {"attention_bias": False}),
+    "ministral3-window": ("ministral3", {"sliding_window": WINDOW}),
+    "glm4-moe-one-group": (
+        "glm4_moe",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": False,
+            "norm_topk_prob": False,
+            "n_shared_experts": 1,
+            "attention_bias": True,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    "glm4-moe-all": ("glm4_moe", {"first_k_dense_replace": 0}),
+    "apertus-biased": ("apertus", {"attention_bias": True}),
+    "hunyuan-plain": ("hunyuan", rope("default")),
     "falcon-one-norm": ("falcon-gqa", {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 40}),
 }
 
@@ -118,14 +173,19 @@ CHANGED: dict[str, Any] = {
     "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0,
     "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5,
     "logits_scaling": 3.0,
-    "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 3, "decoder_sparse_step": 2,
+    "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 3,
+    "decoder_sparse_step": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 2, "n_shared_experts": 2, "logit_scale": 0.3,
     "swiglu_limit": 0.3, "swiglu_alpha": 3.0,
     "sliding_window": 5, "window_size": 5, "use_sliding_window": True, "max_window_layers": 1,
     "layer_types": ["full_attention", "full_attention", "sliding_attention"],
     "attention_types": [[["local", "global", "global"], 1]], "no_rope_layers": [0, 1, 1],
 }  # fmt: skip
 # Each is the contrary of what the architecture has by default.
-FLAGS = "attention_bias", "mlp_bias", "bias", "enable_bias", "norm_topk_prob", "use_parallel_residual"
+FLAGS = (
+    "attention_bias", "mlp_bias", "bias", "enable_bias", "norm_topk_prob", "use_parallel_residual",
+    "use_qk_norm",
+)  # fmt: skip
 
 
 def use_gates_of_configs() -> None:
@@ -174,7 +234,7 @@ def random_module(config: Any, mild: bool, seed: int = 0, dtype: torch.dtype = t
     model = AutoModelForCausalLM.from_config(config, **kernels_of(config, dtype))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            even = 8.0 if parameter.ndim > 1 else 1.0
+            even = 8.0 if parameter.ndim > 1 and "norm" not in key else 1.0
             parameter.mul_(even if mild else _factor(key, bool(config.tie_word_embeddings)))
     return model.to(dtype).eval()
 
@@ -200,10 +260,13 @@ def changed_module(architecture: str) -> Any:
     if rotary := getattr(plain, "rope_parameters", None):
         kinds = [kind for kind in rotary if kind in KINDS]
         changes |= rope("default", rope_theta=50.0)
+        if "llama_4_scaling_beta" in rotary:
+            changes["rope_parameters"] |= dict(llama_4_scaling_beta=0.7, original_max_position_embeddings=5)
         if kinds:  # a table for each kind of layer
             each = {kind: {"rope_type": "default", "rope_theta": 50.0 + n} for n, kind in enumerate(kinds)}
             changes["rope_parameters"] = each
 
+    changes |= family_of(architecture).needs
     config = config_of(architecture, changes, SIZES | CHANGED)
     return varied(random_module(config, mild=True))
 
@@ -215,8 +278,15 @@ def varied(module: Any) -> Any:
         for key, parameter in module.named_parameters():
             if key.endswith(("bias", "sinks")):
                 parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-            elif "norm" in key or ".ln_" in key:
+            elif "norm" in key or ".ln_" in key or "alpha_" in key:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+        for key, buffer in module.named_buffers():
+            if key.endswith("correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            elif key.endswith("act_fn.beta"):
+                buffer.fill_(0.7)
+            elif key.endswith("act_fn.eps"):
+                buffer.fill_(-0.1)
     return module
 
 
@@ -359,6 +429,8 @@ def synthetic(family: str, **changes: Any) -> ModelConf:
     row, experts = family_of(family), {}
     if row.names.router:
         mixed = {"expert_ffn": 36, "dense_layers": 1} if row.normed_top else {"expert_ffn": 148}
+        if row.names.shared_down:
+            mixed["shared_ffn"] = 36
         experts = {"experts": 4, "experts_per_token": 2, **mixed}
     return ModelConf(
         name="made", weights=WeightsFrom.synthetic, family=family, n_layers=4, n_heads=6,

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
-from llama_ssp.config import ClusterConf, Dtype, ModelConf, Steps, TimesConf
+from bench.plan_known import preset
+from bench.plan_known import preset_model as model
+from llama_ssp.config import ClusterConf, Dtype, Steps, TimesConf
 from llama_ssp.config.presets import CONF
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.placing.engine import step_rule
@@ -22,13 +22,6 @@ FILES = "repo", "commit", "licence", "path", "package", "file", "sha256"
 NO_SIZES = "name", "weights", "dtype", "seed", "agreement", "sampling", *FILES, *CODES
 
 
-def preset(group: str, name: str) -> dict[str, Any]:
-    """A yaml of conf/, with those it builds on."""
-    content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))
-    base = [preset(group, one) for one in content.pop("defaults", []) if isinstance(one, str)]
-    return {key: value for part in (*base, content) for key, value in part.items()}
-
-
 def shapes() -> list[str]:
     """Returns the presets of models, the first of each shape: long contexts and codes do not change one."""
     first: dict[str, str] = {}
@@ -37,11 +30,6 @@ def shapes() -> list[str]:
         sizes["context"] = min(sizes["context"], 2048)
         first.setdefault(str(sorted(sizes.items())), name)
     return [*first.values()]
-
-
-def model(name: str, **changes: Any) -> ModelConf:
-    content = preset("model", name)
-    return replace(ModelConf(**{**content, "dtype": Dtype(content.get("dtype", "auto"))}), **changes)
 
 
 def cluster(name: str, **changes: Any) -> ClusterConf:

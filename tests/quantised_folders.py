@@ -247,6 +247,60 @@ def mxfp4() -> Format:
     return Format({"quant_method": "mxfp4"}, write, read, changes, "gpt_oss")
 
 
+def nvfp4(modelopt: bool = False) -> Format:
+    """Random codes, with a scale of 16 inputs in FP8 and one of the matrix."""
+    weights = {
+        "num_bits": 4, "type": "float", "strategy": "tensor_group", "symmetric": True, "group_size": 16,
+    }  # fmt: skip
+    claim: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    if not modelopt:
+        claim = {
+            "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+            "config_groups": {"0": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"],
+        }  # fmt: skip
+
+    def write(weight: Tensor) -> Tensors:
+        outputs, inputs = weight.shape
+        generator = torch.Generator().manual_seed(outputs)
+        codes_NC = torch.randint(256, (outputs, inputs // 2), generator=generator).byte()
+        scale_NG = 1 + torch.rand((outputs, inputs // 16), generator=generator) * 100
+        whole = torch.tensor([float(weight.std()) / 150])  # 3 is the usual size of a code's number
+        tensors = {".weight_scale": scale_NG.to(torch.float8_e4m3fn), ".input_scale": torch.ones(1)}
+        if modelopt:
+            return tensors | {".weight": codes_NC, ".weight_scale_2": whole[0]}
+        return tensors | {".weight_packed": codes_NC, ".weight_global_scale": 1 / whole}
+
+    def read(tensors: Tensors) -> Tensor:
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+        parts = {end.removeprefix("."): tensor for end, tensor in tensors.items() if "input" not in end}
+        if modelopt:  # as the library's own converter
+            parts["weight_packed"] = parts.pop("weight")
+            parts["weight_global_scale"] = 1 / parts.pop("weight_scale_2").reshape(1)
+        compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+        return compressor.decompress(parts, scheme)["weight"]
+
+    return Format(claim, write, read)
+
+
+def modelopt_fp8() -> Format:
+    """modelopt: codes in FP8, and a scale of the matrix."""
+
+    def write(weight: Tensor) -> Tensors:
+        scale = weight.abs().max() / 448
+        return {
+            ".weight": (weight / scale).to(torch.float8_e4m3fn), ".weight_scale": scale.float(),
+            ".input_scale": torch.ones(()),
+        }  # fmt: skip
+
+    def read(tensors: Tensors) -> Tensor:
+        return tensors[".weight"].float() * tensors[".weight_scale"]
+
+    return Format({"quant_method": "modelopt", "quant_algo": "FP8"}, write, read)
+
+
 TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 STATIC = {**TOKEN, "strategy": "tensor", "dynamic": False, "symmetric": False}
 # Folders that want activations quantised, too: their weights alone count.
@@ -276,7 +330,12 @@ FORMATS = {
     "gptq-v2": gptq(symmetric=False, version=2),
     "gptq-row": gptq(group=-1),
     "gptq-8-bit": gptq(bits=8),
+    "gptq-64": gptq(group=64),
     "gptq-act-order": gptq(act_order=True, symmetric=False),
+    "gptq-act-order-row": gptq(group=-1, act_order=True),
+    "nvfp4": nvfp4(),
+    "nvfp4-modelopt": nvfp4(modelopt=True),
+    "fp8-modelopt": modelopt_fp8(),
     "nf4": four_bit("nf4"),
     "nf4-bf16": four_bit("nf4", dtype=torch.bfloat16),
     "nf4-nested": four_bit("nf4", nested=True),
@@ -294,15 +353,30 @@ IN_BLOCKS = EXPERTS | {"head_dim": 32, "intermediate_size": 256, "moe_intermedia
 MOE = {
     f"{family}-{name}": replace(form, family=family, changes=sizes)
     for families, name, form, sizes in (
-        (("mixtral", "qwen3_moe"), "int4", compressed(4, "int", "group", group_size=32), EXPERTS),
+        (
+            ("mixtral", "qwen3_moe", "glm4_moe"),
+            "int4",
+            compressed(4, "int", "group", group_size=32),
+            EXPERTS,
+        ),
         (("mixtral",), "fp8", compressed(8, "float", "channel"), EXPERTS),
-        (("mixtral", "qwen3_moe"), "blocks", fine_grained(), IN_BLOCKS),
+        (("mixtral", "qwen3_moe", "glm4_moe"), "blocks", fine_grained(), IN_BLOCKS),
         (("mixtral",), "awq", awq(32), EXPERTS),
         (("mixtral",), "gptq", gptq(group=32, symmetric=False), EXPERTS),
     )
     for family in families
 }
-ALL = FORMATS | MOE
+# Rows with names, biases, norms and parts of their own.
+ROWS = {
+    f"{family}-int4": replace(compressed(4, "int", "group", group_size=32), family=family, changes=changes)
+    for family, changes in (
+        ("apertus", {}),
+        ("cohere", {"use_qk_norm": True}),
+        ("glm4", {"head_dim": 32}),
+        ("seed_oss", {"head_dim": 32}),
+    )
+}
+ALL = FORMATS | MOE | ROWS
 
 
 def quantised(name: str, folder: Path, **sizes: int) -> Path:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
     AutoModelForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
 )
 
 from tests.checkpoints import tokenizer, write_tokenizer
@@ -110,7 +110,10 @@ IMPORT = "\nfrom llama_ssp.tasks.count import CountTask\n\nWRITING: list"
 FAMILIES, SHAPE, LAYOUT, DECODER = (
     f"llama_ssp/models/{name}.py" for name in ("families", "shape", "layout", "decoder")
 )
-ROW = '    "seed_oss": Family(biased=QKV, bias_keys=("", "mlp_bias")),\n    "smollm3": '
+ROW = (
+    '    "arcee": Family(bias_keys=BIASES, mlp_states=2, names=replace(LLAMA_NAMES, up=("mlp.up_proj",))),\n'
+    '    "smollm3": '
+)
 # Nemotron's layer norms multiply by 1 plus their weight, which only RMS norms do in other families.
 FLAGGED_ROW = (
     '    "nemotron": Family(layer_norm=True, norm_offset=1, rotary=0.5, mlp_states=2, bias_keys=BIASES,\n'
@@ -222,7 +225,7 @@ def test_a_task_runs(checkout: Path) -> None:
 
 
 ADDED = {
-    "family": (SeedOssConfig, SeedOssForCausalLM),
+    "family": (ArceeConfig, ArceeForCausalLM),
     "flag": (NemotronConfig, NemotronForCausalLM),
 }
 

@@ -17,6 +17,7 @@ import traceback
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,10 +31,11 @@ from llama_ssp.batch.job import Job
 from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.process_group import NO_GPU
-from llama_ssp.pair import session
+from llama_ssp.pair import assembly, session
 from llama_ssp.pair.requests import Reply
 from llama_ssp.pair.run import Run
 from llama_ssp.pair.session import PairSession
+from llama_ssp.pair.trial import Trial
 from llama_ssp.report.console import Progress
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.tasks import batch
@@ -170,6 +172,40 @@ def test_rounds_are_prepared_once_the_k_that_a_job_keeps_is_known(
     prepared.clear()
     assert command(*adaptive, "speculation.drafter=ngram", "task.output=b.jsonl").code == 0
     assert prepared == [(16,)]
+
+
+def test_a_job_keeps_the_verdict_on_the_rounds_that_it_writes(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Those are prepared, and compared with eager ones, once K is known: here they differ, others did not."""
+    load = assembly.ModelCache.open
+    places = session.require_loadable
+
+    def compiled(cache: assembly.ModelCache, placements: Any) -> assembly.RankModels:
+        models = load(cache, placements)
+        models.target.is_compiled = True  # type: ignore[union-attr]
+        return models
+
+    def on_trial(*given: Any) -> Any:
+        placements, prediction = places(*given)
+        return replace(placements, target=replace(placements.target, on_trial=True)), prediction
+
+    def differing(models: assembly.RankModels, *_: Any) -> None:
+        models.target.is_compiled = False  # type: ignore[union-attr]
+        models.trials["model"] = cast(Trial, "other logits")
+
+    monkeypatch.setattr(assembly.ModelCache, "open", compiled)
+    monkeypatch.setattr(session, "compiled_before", lambda *_: tmp_path / "compiled")
+    monkeypatch.setattr(session, "require_loadable", on_trial)
+    monkeypatch.setattr(session, "prepare", lambda *_: None)
+    monkeypatch.setattr(session, "prepare_anew", differing)
+    write_input()
+    done = command(*MODELS, *SMALL[len(JOB) :], "task.output=out.jsonl")
+    assert done.document["engines"]["model"] == "eager: other logits"
+    assert json.loads(Path("out.jsonl.work/trials.json").read_bytes()) == {"model": "eager"}
+    assert [line for line in caplog.messages if "the steps of" in line] == [
+        "engine: the steps of tiny run eager: other logits"
+    ]
 
 
 def test_a_job_keeps_the_number_of_rows_that_it_began_with(command: Command, monkeypatch: pytest.MonkeyPatch):

@@ -163,7 +163,8 @@ def test_layers_for_multi_token_prediction_are_not_read(family: str, tmp_path: P
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     model, path = complete(local(folder), "model")
     target: Any = load(model, path, Dtype.fp32, torch.device("cpu"), "model")
-    return dict(target.module.state_dict())
+    module = target.module if isinstance(target, CausalModel) else target.decoder
+    return dict(module.state_dict())
 
 
 def test_hub_copies_link_to_their_blobs(saved: Saved, tmp_path: Path) -> None:

@@ -18,7 +18,10 @@ from llama_ssp.config import TASKS, GenerateConf, PromptedConf, RunConf
 from llama_ssp.config.arguments import COMMANDS, completable, hydra_arguments, listed_texts
 from llama_ssp.config.compose import composed
 from llama_ssp.config.help import help_for, keys_of_task, markdown, overview
+from llama_ssp.distributed import gpus
+from llama_ssp.distributed.gpus import Gpu
 from llama_ssp.errors import RunError, UsageError
+from llama_ssp.tasks import runner
 from llama_ssp.text.prompts import read_prompts
 from tests.conftest import Command
 from tests.warm import ROOT
@@ -378,6 +381,24 @@ def test_on_windows_it_says_what_to_use() -> None:
     done = subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (5, 1)
     assert "needs Linux" in done.stderr and "WSL2" in done.stderr and "machine-install" not in done.stderr
+
+
+def test_every_rank_has_cuda_number_gpus_as_nvidia_smi_does(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before CUDA starts, also where the configuration names the GPU, so that no plan looks for one."""
+    orders: list[str | None] = []
+    kinds = [Gpu(name="NVIDIA T400"), Gpu(name="NVIDIA L40")]
+    monkeypatch.setattr(gpus, "_every_gpu", lambda: kinds)
+    monkeypatch.setattr(runner, "execute", lambda _: orders.append(os.environ.get(gpus.ORDER)) or 0)
+    gpus.gpus_here.cache_clear()
+    for rank in ("0", "1"):
+        os.environ.pop(gpus.ORDER, None)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", rank)
+        assert command("cluster=l40", "prompt=a").code == 0
+        gpus.gpus_here.cache_clear()
+    assert orders == [gpus.AS_LISTED] * 2
 
 
 @pytest.mark.parametrize(

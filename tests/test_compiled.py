@@ -145,7 +145,8 @@ def test_a_step_in_bf16(monkeypatch):
 
 FEW_LAYERS = {
     "llama-gqa": 2, "llama-mha": 2, "gemma2": 2, "gpt_neox": 1, "gpt_neo": 3, "gpt_oss": 3, "mixtral": 2,
-    "qwen3_moe": 2,
+    "qwen3_moe": 2, "apertus": 2, "cohere2": 3, "cohere": 2, "exaone4": 3, "gemma": 2, "glm4": 2,
+    "glm4_moe": 3, "hunyuan": 2, "ministral3": 2, "olmo3": 3, "seed_oss": 2,
 }  # fmt: skip
 
 
@@ -200,8 +201,11 @@ def test_groups_of_blocks_share_a_program(monkeypatch, tmp_path):
 
 
 def test_groups_repeat_each_other():
-    """So that one program serves all; where that cannot be, the last one is shorter."""
-    ends = {"a" * 9: [3, 6, 9], "a" * 11: [4, 8, 11], "aaaaab" * 2 + "aa": [6, 12, 14], "abc" * 3 + "d": [10]}
+    """So that one program serves all; where that cannot be, the last one is shorter, or the first one odd."""
+    ends = {
+        "a" * 9: [3, 6, 9], "a" * 11: [4, 8, 11], "aaaaab" * 2 + "aa": [6, 12, 14], "abc" * 3 + "d": [10],
+        "daa": [3], "daaaaaa": [1, 4, 7], "ddd" + "a" * 8: [3, 7, 11], "dddd" + "a" * 8: [12], "abcde": [5],
+    }  # fmt: skip
     assert {kinds: [group.stop for group in steps.groups_of(tuple(kinds))] for kinds in ends} == ends
 
 
@@ -403,6 +407,21 @@ def test_wrong_kernels_do_not_pass_their_probe(probes, monkeypatch):
     for require in probes:
         with pytest.raises(ArithmeticError, match="of the largest number"):
             require()
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("part", range(2), ids=["codes", "scales"])
+def test_a_kernel_that_takes_another_experts_codes_is_found(part, probes, monkeypatch):
+    """Each expert has codes, and scales, of its own."""
+
+    def of_the_first(x_PK: Tensor, expert_P: Tensor, stack: Stack, bias_EN: Tensor | None) -> Tensor:
+        parts = list(stack.parts)
+        parts[part] = parts[part][:1].expand_as(parts[part])
+        return in_turn(x_PK, expert_P, Stack(parts, stack.how), bias_EN)
+
+    monkeypatch.setattr(probe, "products", of_the_first)
+    with pytest.raises(ArithmeticError, match="pairs with experts in codes is off"):
+        probe.require_coded.__wrapped__(replace(CODED_KINDS[0], experts=True), CPU)
 
 
 def fail(*_: object) -> None:

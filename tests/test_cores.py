@@ -16,7 +16,7 @@ from llama_ssp.distributed.cores import cores_here
 from llama_ssp.models import host_cores
 from llama_ssp.pair import call_threads
 from llama_ssp.pair.call_threads import CallThreads
-from llama_ssp.placing.this_machine import threads_here
+from llama_ssp.placing.kept_constants import threads_of
 from llama_ssp.report.machine import host
 
 ROOT = Path(__file__).parents[1]
@@ -114,10 +114,10 @@ def test_plans_and_records_count_the_share(groups: Groups, monkeypatch: pytest.M
     groups.limit("pods", 250_000)
     monkeypatch.delenv(host_cores.THREADS, raising=False)
     host.cache_clear()
-    assert (threads_here(), host()["cores"]) == (3, 3)
+    assert (threads_of(1), host()["cores"]) == (3, 3)
     host.cache_clear()
     monkeypatch.setenv(host_cores.THREADS, "5")
-    assert threads_here() == 5
+    assert threads_of(1) == 5
 
 
 def test_no_module_counts_the_cores_of_the_host() -> None:

@@ -1,14 +1,19 @@
 """The decoder gives the logits of transformers' module, for every family that has a row."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama_ssp.models.attention import Places
-from llama_ssp.models.families import TESTED_FAMILIES
+from llama_ssp.models.decoder import Decoder, Xielu
+from llama_ssp.models.experts import Experts
+from llama_ssp.models.families import FAMILIES, TESTED_FAMILIES
 from llama_ssp.models.interface import Tally
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels.large_pages import PAGE
@@ -35,6 +40,109 @@ def test_the_decoder_follows_every_value_of_the_config(architecture):
     module = changed_module(architecture)
     assert reason_against(module.config) is None
     require_same(module, *walked(decoder_of(module)))
+
+
+# A model, and its row without one of its flags.
+CONTROLS: list[tuple[str, dict[str, Any]]] = [
+    ("cohere", {"layer_norm": False}),
+    ("cohere", {"unbiased_norms": False}),
+    ("cohere", {"rotary_pairs": False}),
+    ("cohere", {"in_parallel": False}),
+    ("cohere", {"logit_key": ""}),
+    ("cohere-normed", {"norm_by_head": False}),
+    ("cohere-normed", {"qk_norm_key": "attention_bias"}),
+    ("cohere2", {"layer_norm": False}),
+    ("cohere2", {"rotary_pairs": False}),
+    ("cohere2", {"rotary_in_windows": False}),
+    ("cohere2", {"in_parallel": False}),
+    ("cohere2", {"logit_key": ""}),
+    ("cohere2", {"window": None}),
+    ("exaone4", {"rotary_in_windows": False}),
+    ("exaone4", {"window": None}),
+    ("gemma", {"norm_offset": 0}),
+    ("gemma", {"scaled_embedding": False}),
+    ("glm4", {"rotary_pairs": False}),
+    ("glm4", {"unbiased_output": False}),
+    ("glm4_moe", {"sigmoids": False}),
+    ("glm4_moe", {"names": replace(FAMILIES["glm4_moe"].names, correction="")}),
+    ("glm4_moe", {"first_dense": ""}),
+    ("glm4-moe-one-group", {"qk_norm_key": ""}),
+    ("glm4-moe-one-group", {"unbiased_output": False}),
+    ("hunyuan", {"norm_turned": False}),
+    ("ministral3", {"growing_queries": False}),
+    ("ministral3-window", {"window": None}),
+    ("olmo3", {"whole_qk_norm": False}),
+    ("olmo3", {"window": None}),
+    ("seed_oss", {"unbiased_output": False}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "without"), [pytest.param(*case, id=f"{case[0]}, {next(iter(case[1]))}") for case in CONTROLS]
+)
+@torch.inference_mode()
+def test_a_row_without_a_flag_gives_other_logits(
+    name: str, without: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or looks for other tensors."""
+    module = module_of(name)
+    family = module.config.model_type
+    monkeypatch.setitem(FAMILIES, family, replace(FAMILIES[family], **without))
+    with pytest.raises(AssertionError):
+        require_same(module, *walked(decoder_of(module)))
+
+
+def use_one_base(decoder: Decoder) -> None:
+    for rotary in decoder.rotaries.values():
+        rotary.frequency = 1.0 / 1e4 ** torch.linspace(0, 1, len(rotary.frequency) + 1)[:-1]
+
+
+def route(decoder: Decoder, **how: Any) -> None:
+    """Changes how experts are chosen, or weighed; `count`, `chosen` and `scale` are of their groups."""
+    for block in decoder.blocks:
+        if isinstance(block.mlp, Experts):
+            routing = block.mlp.routing
+            own = {key: how[key] for key in how if key != "normed"}
+            groups = replace(routing.groups, **own)
+            block.mlp.routing = replace(routing, normed=how.get("normed", routing.normed), groups=groups)
+
+
+def without(decoder: Decoder, kind: type[nn.Module], name: str, number: float | None = 0.0) -> None:
+    """Gives a tensor of each module of this kind this number, or the module no such part."""
+    for module in decoder.modules():
+        if isinstance(module, kind):
+            if number is None:
+                setattr(module, name, None)
+            else:
+                getattr(module, name).fill_(number)
+
+
+FAULTS: dict[str, tuple[str, Callable[[Decoder], None]]] = {
+    "a base that follows the text": ("hunyuan", use_one_base),
+    "one table for all kinds of layers": ("olmo3", use_one_base),
+    "scores that are not corrected": ("glm4_moe", partial(without, kind=Experts, name="correction")),
+    "experts of all groups": ("glm4_moe", partial(route, chosen=4)),
+    "other groups": ("glm4_moe", partial(route, count=2, chosen=1)),
+    "weights that are not scaled": ("glm4_moe", partial(route, scale=1.0)),
+    "weights with another sum": ("glm4_moe", partial(route, normed=False)),
+    "normed weights": ("glm4-moe-one-group", partial(route, normed=True)),
+    "no shared experts": ("glm4_moe", partial(without, kind=Experts, name="shared", number=None)),
+    "another curve above 0": ("apertus", partial(without, kind=Xielu, name="above")),
+    "another curve below 0": ("apertus", partial(without, kind=Xielu, name="below")),
+    "the usual beta": ("apertus", partial(without, kind=Xielu, name="beta", number=0.5)),
+    "the usual limit": ("apertus", partial(without, kind=Xielu, name="limit", number=-1e-6)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@torch.inference_mode()
+def test_a_decoder_with_a_fault_gives_other_logits(fault: str) -> None:
+    name, change = FAULTS[fault]
+    module = module_of(name)
+    decoder = decoder_of(module)
+    change(decoder)
+    with pytest.raises(AssertionError):
+        require_same(module, *walked(decoder))
 
 
 @pytest.mark.slow
@@ -107,8 +215,23 @@ def test_neighbours_do_not_change_a_row_by_a_bit():
         ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim: 16"),
         ("falcon", {"alibi": True}, "alibi: True"),
         ("llama-mha", families.rope("dynamic", factor=2.0), "rope_type: dynamic"),
+        ("hunyuan", families.rope("dynamic", factor=2.0), "rope_type: dynamic"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
+        ("seed_oss", {"attention_out_bias": True}, "attention_out_bias: True"),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act: silu"),
     ],
-    ids=["no affine", "norm last", "no final norm", "a projection", "alibi", "dynamic rope"],
+    ids=[
+        "no affine",
+        "norm last",
+        "no final norm",
+        "a projection",
+        "alibi",
+        "dynamic rope",
+        "dynamic rope without an alpha",
+        "attention to later tokens",
+        "a biased output",
+        "another activation",
+    ],
 )
 def test_what_the_decoder_does_not_run(name: str, changes: dict[str, Any], reason: str):
     assert reason_against(build(name, **changes).config) == reason

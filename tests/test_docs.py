@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench import your_model
 from bench.all import FIGURES
 from bench.diagrams import PICTURES
 from llama_ssp.config import RunConf
@@ -135,6 +136,10 @@ def test_a_results_file_stands_in_the_page_of_benchmarks(file: str) -> None:
 def test_a_results_file_is_named_by_a_page(file: str) -> None:
     """By README, CONTRIBUTING, CHANGELOG or docs: the page of benchmarks alone does not keep it."""
     assert file in ALL_PAGES, f"no page names bench/results/{file}"
+
+
+def test_the_page_of_models_is_what_its_command_writes_now() -> None:
+    assert (ROOT / "docs" / "your_model.md").read_text() == your_model.page()
 
 
 @pytest.mark.parametrize("name", [figure.name for figure in FIGURES])

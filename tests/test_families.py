@@ -90,6 +90,9 @@ def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: P
         ("qwen3_moe", {"mlp_only_layers": [1]}, 2, (4, 2, 24, 1)),
         ("qwen3_moe", {"decoder_sparse_step": 2}, 2, (4, 2, 24, 2)),
         ("gpt_oss", {}, 2, (4, 2, 48, 0)),
+        ("glm4_moe", {}, 2, (8, 3, 24, 1)),
+        ("glm4_moe", {"first_k_dense_replace": 0}, 2, (8, 3, 24, 0)),
+        ("glm4_moe", {"mlp_only_layers": [2]}, 2, (8, 3, 24, 1)),
     ],
     ids=[
         "falcon",
@@ -99,6 +102,9 @@ def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: P
         "qwen3_moe, a dense layer",
         "qwen3_moe, every other",
         "gpt_oss",
+        "glm4_moe",
+        "glm4_moe, no dense layer",
+        "glm4_moe, a key that it ignores",
     ],
 )
 def test_shapes_are_read_from_files(
@@ -138,8 +144,8 @@ def test_a_model_without_a_row_is_planned_by_the_headers_of_its_files(
     command: Command, tmp_path: Path
 ) -> None:
     """In bf16, whatever its files have; without them there is nothing to plan by."""
-    module = tiny("cohere", vocab_size=SIZE)
-    folder = save(tmp_path / "cohere", module)
+    module = tiny("olmo", vocab_size=SIZE)
+    folder = save(tmp_path / "olmo", module)
     words = ("task=plan", f"model={folder}", "draft=none", "cluster=p4d", "task.prompt_tokens=8")
     planned = command(*words, "output=json", "out=null").document
     numbers = sum(parameter.numel() for parameter in module.parameters())
@@ -171,10 +177,10 @@ def test_what_cannot_run_at_all_is_not_planned(family: str, command: Command, tm
 
 
 def test_what_is_not_planned_or_run_says_so_by_name(command: Command, tmp_path: Path) -> None:
-    cohere = save(tmp_path / "cohere", tiny("cohere", vocab_size=SIZE))
-    pair = (f"model={cohere}", "draft=none", "seed=1", "task.max_new_tokens=4")
+    olmo = save(tmp_path / "olmo", tiny("olmo", vocab_size=SIZE))
+    pair = (f"model={olmo}", "draft=none", "seed=1", "task.max_new_tokens=4")
     answer = command("task=plan", *pair, "task.prompt_tokens=8", "out=null")
-    assert answer.code == 0 and "one process, by transformers' module, as cohere has no row" in answer.out
+    assert answer.code == 0 and "one process, by transformers' module, as olmo has no row" in answer.out
     answer = command(f"prompt={TEXT}", *pair, "output=json")
     assert (answer.code, answer.errors, answer.document["plan"]) == (0, [], None)
     # Its biases come from the mask's slots; the family is tested without them.
@@ -238,11 +244,13 @@ def test_a_row_names_the_layers_of_its_module() -> None:
             for path, part in blocks[0].named_modules()
             if isinstance(part, torch.nn.Linear)
         ]
-        mlp = () if row.names.router else (*row.names.up, row.names.down)
+        is_dense = not shape_of(module.config).blocks[0].experts
+        mlp = (*row.names.up, row.names.down) if is_dense else ()
         named = {path.rpartition(".")[2] for path in (*row.names.qkv, row.names.output, *mlp)}
         assert {leaf for leaf, _ in linears} == named, name
         assert {leaf for leaf, part in linears if part.bias is not None} == set(row.biased), name
         norms = [part for part in blocks[0].modules() if "norm" in type(part).__name__.lower()]
         planned = sum(map(bool, shape_of(module.config).norms))
-        assert len(norms) == planned + len(row.names.qk_norm), name
-        assert all(hasattr(norm, "bias") == row.layer_norm for norm in norms), name
+        assert len(norms) == planned + 2 * shape_of(module.config).qk_norm, name
+        has_biases = row.layer_norm and not row.unbiased_norms
+        assert all(hasattr(norm, "bias") == has_biases for norm in norms), name

@@ -20,13 +20,13 @@ PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
 # What answers before torch is loaded: whole folders, and modules of others.
 WITHOUT_TORCH = {
     "__main__", "llama_ssp", "cli", "errors", "config", "placing", "planner", "report", "batch", "text",
-    "distributed.board", "distributed.control_groups", "distributed.cores", "distributed.gpus",
-    "distributed.launcher", "distributed.placement", "distributed.signals",
+    "distributed.board", "distributed.bounded", "distributed.control_groups", "distributed.cores",
+    "distributed.gpus", "distributed.launcher", "distributed.placement", "distributed.signals",
     "models.checkpoint", "models.folder", "models.families", "models.graph_sizes", "models.host_cores",
     "models.host_memory", "models.hub", "models.library_log", "models.formats.quantised_config",
     "models.kept_files", "models.kernels.kernel_sizes", "models.ownership", "models.sharding",
     "speculative.draft_length", "speculative.stats",
-    "tasks.arithmetic", "tasks.inputs", "tasks.machine.bounded", "tasks.machine.driver",
+    "tasks.arithmetic", "tasks.inputs", "tasks.machine.driver",
     "tasks.machine.facts", "tasks.machine.finding", "tasks.machine.gpu_checks", "tasks.machine.host",
     "tasks.machine.host_checks",
     "tasks.plan",

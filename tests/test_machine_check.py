@@ -21,11 +21,11 @@ import pytest
 import torch
 
 from llama_ssp.config import RunConf
+from llama_ssp.distributed.bounded import Said, said_within
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.kernels.build import FLAGS
 from llama_ssp.tasks import calibrate, runner
 from llama_ssp.tasks.machine import check, device, driver, host, small
-from llama_ssp.tasks.machine.bounded import Said, said_within
 from llama_ssp.tasks.machine.check import judged_here
 from llama_ssp.tasks.machine.driver import Card, Driver, cards_of, links_of
 from llama_ssp.tasks.machine.facts import Facts, Measured, NodeFacts, TorchBuild
@@ -477,6 +477,22 @@ def test_an_nvidia_smi_that_fails_is_said(
     assert (there.cards, there.fails) == ((), fails)
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "MPS"])
+def test_a_gpu_that_a_server_shares_is_fit(
+    is_shared: bool, nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """MPS is the one process of a GPU in exclusive mode, for all others: the trial can start."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if is_shared:
+        (tmp_path / "control").touch()
+    (tmp_path / "said").write_text(SAID.replace("Default", "Exclusive_Process", 1))
+    nvidia_smi(f"cat {tmp_path}/said")
+    cards = driver.driver_here().cards
+    (mode,) = (each for each in judged_here(with_driver(GPUS, cards=cards)) if each.name == "compute_mode")
+    assert (mode.verdict is Verdict.ok) == is_shared
+    assert mode.found.startswith(f"Default, Exclusive_Process{' (MPS)' if is_shared else ''}")
+
+
 def test_a_gpu_that_is_not_shown_matters_to_nobody(
     nvidia_smi: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -826,20 +842,23 @@ def test_constants_that_were_there_stay_until_new_ones_are_measured(
 
 
 @pytest.mark.parametrize(
-    ("passes", "is_lasting", "verdict", "found"),
+    ("passes", "left_s", "is_lasting", "verdict", "found"),
     [
-        (True, True, Verdict.ok, "give the logits of eager ones"),
-        (False, True, Verdict.fault, "it failed: off by 0.3; steps run eagerly"),
-        (False, False, Verdict.note, "no verdict yet: off by 0.3"),
+        (True, 20.0, True, Verdict.ok, "give the logits of eager ones"),
+        (False, 20.0, True, Verdict.fault, "it failed: off by 0.3; steps run eagerly"),
+        (False, 20.0, False, Verdict.note, "no verdict yet: off by 0.3"),
+        (False, -3.0, False, Verdict.note, "no verdict yet: off by 0.3"),
     ],
-    ids=["passed", "failed", "cut short"],
+    ids=["passed", "failed", "cut short", "no time left"],
 )
 def test_the_verdict_of_the_trial_is_told(
-    passes: bool, is_lasting: bool, verdict: Verdict, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    passes: bool, left_s: float, is_lasting: bool, verdict: Verdict, found: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Of two ranks with GPUs; the trial itself is tests/distributed/test_trial.py's."""
+    limits = list[float]()
     attempt = SimpleNamespace(
-        passes=lambda most_s: passes and most_s == 20.0,
+        passes=lambda limit_s: limits.append(limit_s) or passes,
         is_lasting=is_lasting,
         verdict="off by 0.3",
         file="f",
@@ -847,6 +866,7 @@ def test_the_verdict_of_the_trial_is_told(
     monkeypatch.setattr(check, "Trial", lambda **_: attempt)
     monkeypatch.setattr(check, "device_of", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(check, "dtype_of", lambda *_: None)
-    told = check.trial(RunConf(), Pretended(), 20.0)
+    told = check.trial(RunConf(), Pretended(), left_s)
+    assert limits == [max(left_s, 0.0)]
     assert told.verdict is verdict and found in told.found
     assert ("delete f" in told.fix) == (verdict is Verdict.fault)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models.checkpoint import complete
+from llama_ssp.models.families import TESTED_FAMILIES, family_of
 from llama_ssp.models.kernels import coded
 from llama_ssp.models.kernels.coded import CodedLinear, DecodedLinear
 from llama_ssp.models.loader import load
@@ -20,12 +21,13 @@ from llama_ssp.planner.workload import TARGET, Role
 from tests import checkpoints
 from tests.checkpoints import WEIGHTS, Tensors, copied, edit, edit_tensors
 from tests.distributed.threads import ranks_of
+from tests.families import synthetic
 from tests.memory_trace import LiveBytes
-from tests.quantised_folders import FORMATS, quantised, weights_of
+from tests.quantised_folders import FORMATS, ROWS, quantised, weights_of
 from tests.test_gguf import made
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
-KEPT = [name for name in FORMATS if name != "gptq-act-order"]
+KEPT = [*(name for name in FORMATS if name != "gptq-act-order"), *ROWS, "glm4_moe-int4", "glm4_moe-blocks"]
 # Outputs and words of codes that do not fill the kernel's blocks; the MLP in unequal units of 32.
 ODD = {"hidden_size": 200, "head_dim": 20, "intermediate_size": 80, "num_hidden_layers": 1}
 
@@ -56,6 +58,29 @@ def same(path: Path, fast: bool = False, most: int = 3) -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_folders(name: str, folders: Path) -> None:
     same(quantised(name, folders / name))
+
+
+def test_layers_for_multi_token_prediction_are_not_planned(folders: Path, tmp_path: Path) -> None:
+    """Their codes are on disk, after those of the last layer."""
+    path = copied(quantised("glm4_moe-int4", folders / "glm4_moe-int4"), tmp_path / "model")
+
+    def add(tensors: Tensors) -> None:
+        last = {name: tensor for name, tensor in tensors.items() if ".layers.1." in name}
+        tensors |= {name.replace(".layers.1.", ".layers.2."): tensor.clone() for name, tensor in last.items()}
+
+    edit_tensors(path, add)
+    same(path)
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize(
+    ("family", "fast"),
+    [(family, fast) for family in TESTED_FAMILIES for fast in (False, not family_of(family).names.router)],
+)
+def test_every_family(family: str, fast: bool) -> None:
+    """With buffers: frequencies of positions, corrections of scores, constants of activations."""
+    model = synthetic(family)
+    assert [off(model, None, Dtype.bf16, world, fast) for world in (1, 3)] == [[0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("name", ["int4-channel", "fp8-tensor", "llm-int8"])

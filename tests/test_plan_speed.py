@@ -7,6 +7,8 @@ from statistics import mean
 
 import pytest
 
+from bench.plan_known import measured_ms, planned_ms, published_rate
+from bench.plan_rows import GROUPS, PUBLISHED, every_second, gpu_rows, held_out, published_rows
 from llama_ssp.config import Dtype, ModelConf, Overlap, Splitting, Steps, TimesConf
 from llama_ssp.models.formats.kept import PLAIN, Kept
 from llama_ssp.models.layout import LAYERS
@@ -19,40 +21,18 @@ from llama_ssp.planner.search import NOTABLE, PlanRequest, option, step_s
 from llama_ssp.planner.search import cost_of as cost_of_role
 from llama_ssp.planner.storage import CPU as CPU_KERNELS
 from llama_ssp.planner.storage import Storage, Weight, bytes_of
-from llama_ssp.planner.weights import ModelPart, parameters
+from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.speculative.draft_length import Costs, tokens_per_round
 from tests.plans import CPU, H100, P4D, alone, drawn, machine, model, named, request, stepping
 from tests.warm import ROOT
 
-# gpt-fast README (pytorch-labs/gpt-fast, the version that has Llama-3-8B): bf16, one row, a prompt of 5
-# tokens, A100-80 limited to 330 W; tokens/s by ranks. None of them is in the package.
-PUBLISHED = {
-    "llama2-70b": {2: 21.32, 4: 38.01, 8: 62.50},
-    "llama3.1-8b": {1: 94.19, 2: 150.48, 4: 219.77, 8: 274.65},
-}
-# Llama-2-7B of the same README gave the constants.
-CALIBRATION = {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43}
-# A later version of the README. Nobody explains its row of 2 GPUs, which is slower than the older 70B's.
-LATER = {"llama3.1-70b": {2: 16.03, 4: 37.45, 8: 58.78}}
 # The same README, Llama-2-7B on one GCD of an MI250X: another GPU, so within the wide band only.
 OTHER_GPU = 76.33
 
 
 def cost_of(name: str, ranks: int = 1, dtype: Dtype = Dtype.bf16) -> speed.PassCost:
     return speed.pass_cost(Role(TARGET, model(name), dtype), ranks)
-
-
-def rate(name: str, ranks: int, cluster: str = "p4de") -> float:
-    """Tokens a second of an engine that holds embedding and head whole on every rank, as gpt-fast does."""
-    cost = cost_of(name, ranks)
-    part = ModelPart.of(model(name), ranks)
-    elsewhere = (part.whole_vocab - part.vocab) * part.dim
-    plain = replace(
-        cost.plain, bytes=cost.plain.bytes + 2 * elsewhere, numbers=cost.plain.numbers + elsewhere
-    )
-    cost = replace(cost, plain=plain, sums=2 * part.layers if ranks > 1 else 0)
-    return 1 / speed.forward_s(cost, machine(cluster).times, 1, 1, 5)
 
 
 def planned_rate(name: str, ranks: int) -> float:
@@ -65,20 +45,20 @@ def test_the_page_has_every_published_row() -> None:
     """In the form of the engine that was published; rows that gave the constants are marked."""
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     off: dict[str, list[float]] = {}
-    for name, rates in {"llama2-7b": CALIBRATION, **PUBLISHED, **LATER}.items():
+    for name, rates in PUBLISHED.items():
         for ranks, published in rates.items():
-            error = rate(name, ranks) / published - 1
+            error = published_rate(name, ranks) / published - 1
             used = "yes" if name == "llama2-7b" else "no"
             row = f"| {name} | {ranks} | {published:.2f} | {error:+.1%} | {used} |"
             assert row.replace("%", " %") in page, row.replace("%", " %")
             off.setdefault(name, []).append(abs(error))
-    apart = [each for name in PUBLISHED for each in off[name]]
+    apart = [*off["llama2-70b"], *off["llama3.1-8b"]]
     assert f"at most {max(apart):.1%}, and {mean(apart):.1%} in the mean".replace("%", " %") in page
     assert max(off["llama2-7b"]) < 0.01
     ours = planned_rate("llama3.1-8b", 8) / PUBLISHED["llama3.1-8b"][8] - 1
     assert f"{ours:.0%} for llama3.1-8b over eight GPUs".replace("%", " %") in page
     other = machine("mi250x").times.band
-    assert abs(rate("llama2-7b", 1, "mi250x") / OTHER_GPU - 1) < other
+    assert abs(published_rate("llama2-7b", 1, "mi250x") / OTHER_GPU - 1) < other
 
 
 def test_the_page_does_an_example_by_hand() -> None:
@@ -122,9 +102,33 @@ def test_the_page_does_an_example_by_hand() -> None:
     assert said in page, said
 
 
+def test_every_second_row_is_held_out() -> None:
+    """Of each group, by name; the list was committed before any constant was chosen by it."""
+    by_rule = [name for rows in GROUPS.values() for name in every_second(rows())]
+    assert sorted(by_rule) == sorted(held_out()) and len(by_rule) == len(set(by_rule)) > 70
+
+
+# The README of gpt-fast does not say why this one is slower than the older 70B; eager steps of several tokens
+# after 32,000 slots had a mask of all slots then, which commit 033e5de3 took away.
+MISSED = {
+    "llama3.1-70b on 2",
+    "first run, steps, 7B bf16, eager, 32000 slots, a step of 2 tokens",
+    "first run, steps, 7B bf16, eager, 32000 slots, a step of 5 tokens",
+}
+
+
+def test_gpus_are_planned_within_15_percent() -> None:
+    """Of each group one row that is held out may miss its band, with its reason."""
+    for rows in (published_rows(), gpu_rows()):
+        off = {row.name: planned_ms(row) / measured_ms(row) - 1 for row in rows}
+        missed = {name for name, each in off.items() if abs(each) > 0.15}
+        assert missed == MISSED & off.keys(), missed
+        assert len(missed & held_out()) <= 1 < len(off.keys() & held_out())
+
+
 def test_four_published_runs_determine_the_constants() -> None:
     """Each takes the time of its bytes, and of 32 layers with two sums each."""
-    for ranks, rate in CALIBRATION.items():
+    for ranks, rate in PUBLISHED["llama2-7b"].items():
         read = 2 * 6_476_005_376 / ranks + 2 * 32_000 * 4096
         sums = 64 * (speed.SUM_S + speed.SUM_S_PER_RANK * (ranks - 1)) * (ranks > 1)
         assert read / speed.BYTES_PER_S + 32 * speed.LAYER_S + sums == pytest.approx(1 / rate, rel=1e-9)
@@ -132,7 +136,7 @@ def test_four_published_runs_determine_the_constants() -> None:
 
 def test_own_constants_go_before_the_calibrated_ones() -> None:
     own = TimesConf(bandwidth_share=1.0, layer_us=1.0, step_us=2.0, all_reduce_us={2: 3.0}, message_us=4.0)
-    times = speed.times_of(own, 100.0, 1.0, None, borrowed=False)
+    times = speed.times_of(own, 100.0, 1.0, None)
     assert (times.bytes_per_s, times.layer, times.step, times.reduce) == (100e9, 1e-6, 2e-6, ((2, 3e-6),))
     assert times.message == 4e-6
     points = ((1, 1.0), (3, 2.0), (7, 10.0))  # figures between known ones

@@ -23,6 +23,10 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon": {"n_kv_heads": 1}, "gemma3_text": {"sliding_window": 11, "tied": True}, "granite": {},
     "olmo2": {}, "smollm3": {}, "mixtral": EXPERTS, "gpt_oss": {**EXPERTS, "sliding_window": 11},
     "qwen3_moe": {**EXPERTS, "expert_ffn": 96, "head_dim": 24, "dense_layers": 1},
+    "glm4_moe": {**EXPERTS, "expert_ffn": 96, "head_dim": 24, "dense_layers": 1, "shared_ffn": 192},
+    "apertus": {}, "cohere": {"qk_norm": True, "tied": True}, "exaone4": {"sliding_window": 11},
+    "cohere2": {"sliding_window": 11, "tied": True}, "gemma": {"tied": True}, "glm4": {},
+    "hunyuan_v1_dense": {}, "ministral3": {}, "olmo3": {"sliding_window": 11}, "seed_oss": {"head_dim": 24},
 }  # fmt: skip
 # Presets of each family: those whose heads, groups and ties differ; others are as these, wider or deeper.
 PRESETS: dict[str, tuple[str, ...]] = {

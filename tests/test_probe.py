@@ -27,7 +27,7 @@ OBEY: dict[str, dict[str, Any]] = {
     "codegen": {**GPT, "rotary_dim": 4},
     "stablelm": {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2},
     "olmo": {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2},
-    "gemma": {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
+    "glm": {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
     "starcoder2": {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 6},
     "phi": {**WIDE, "intermediate_size": 48},
 }

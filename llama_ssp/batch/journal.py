@@ -27,6 +27,7 @@ MANIFEST = "run.json"
 TRIALS = "trials.json"
 COSTS = "costs.json"
 ROWS = "rows.json"
+MACHINE = "machine.json"  # what was measured of the machine when the job began; {}: nothing
 PARTS = "parts"
 DONE = "done"
 CLAIMS = "claims"
@@ -37,7 +38,7 @@ PUBLISHED = "published"
 BEFORE_MANIFEST = re.compile(
     r"index|input-[0-9]+|slurm|logs|\.(probe|index|input-[0-9]+|run\.json)\..+|\.nfs.+"
 )
-ALL_NAMES = {MANIFEST, TRIALS, COSTS, ROWS, PARTS, DONE, CLAIMS, GROUPS, PUBLISHED}
+ALL_NAMES = {MANIFEST, TRIALS, COSTS, ROWS, MACHINE, PARTS, DONE, CLAIMS, GROUPS, PUBLISHED}
 GONE = ("speculation.siblings", 0)  # a setting of 0.2 that changes nothing
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from llama_ssp.config import BatchConf, RunConf, SamplingConfig
 from llama_ssp.config.schema import MAX_SEED
-from llama_ssp.config.tasks import MAX_LOGPROBS
+from llama_ssp.config.tasks import MAX_LOGPROBS, require_arguments
 from llama_ssp.config.validation import check, check_context, check_values
-from llama_ssp.errors import DataError, RunError, shortened
+from llama_ssp.errors import DataError, RunError, UsageError, shortened
 from llama_ssp.text import prompts
 from llama_ssp.text.logprobs import Spell, chat, completions, plain, spelled
 from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, require_usable
+from llama_ssp.text.thoughts import FIELDS
 from llama_ssp.text.tokenizer import Message
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ TOKEN_ID = re.compile(r"\d{1,10}")  # as a key; longer ones are beyond every voc
 SAMPLING = tuple(entry.name for entry in fields_of(SamplingConfig))
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 SETTINGS = ("prompt", "messages", "max_new_tokens", "stop", "seed", "logprobs", *SAMPLING, *ALIASES)
-PLAIN = (*SETTINGS, "echo")
+TEMPLATE = "chat_template_kwargs"  # as servers name the arguments of the chat template
+PLAIN = (*SETTINGS, "echo", TEMPLATE)
 MAX_CHECKED = 10_000  # settings that are kept, as each may hold a long logit_bias
 # Codes of answers that are errors: the line was wrong; its text could not be made here.
 BAD_REQUEST = 400
@@ -72,7 +74,7 @@ class Request:
 
     `index` counts the records of all input files from 0, and `where` says the file and the line. `url` is
     that of an OpenAI line, and empty for a plain one. Either `prompt` or `messages` holds the text; `seed`
-    replaces the run's.
+    replaces the run's. `template` are the arguments of the chat template.
 
     `logprobs` is how many likely tokens each token's log-probability comes with; None for none. With `echo`
     the prompt's tokens have theirs, too, and no new token needs to be asked for.
@@ -90,6 +92,7 @@ class Request:
     seed: int | None = None
     logprobs: int | None = None
     echo: bool = False
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def said(self) -> str:
@@ -188,6 +191,7 @@ class Reader:
             max_new_tokens=task.max_new_tokens,
             stop=tuple(task.stop),
             logprobs=task.logprobs,
+            template=task.template_arguments,
         )
         if self.is_text:
             return replace(usual, prompt=line.text)
@@ -235,7 +239,7 @@ class Reader:
 
         # A chat has messages and top_logprobs, a completion a prompt and echo.
         if url == CHAT:
-            served = [key for key in (*SETTINGS, "top_logprobs") if key != "prompt"]
+            served = [key for key in (*SETTINGS, "top_logprobs", TEMPLATE) if key != "prompt"]
         else:
             served = [key for key in (*SETTINGS, "echo") if key != "messages"]
         asked = {key: value for key, value in body.items() if value is not None}
@@ -311,8 +315,11 @@ class Reader:
         sampling = replace(usual.sampling, **controls)
         if controls or new != usual.max_new_tokens:
             self._check(sampling, new, where)
+        is_chat = bool(messages) or self.run.task.chat
+        template = {**usual.template, **_own_arguments(record, is_chat, where)}
         request = replace(usual, prompt=prompt, messages=messages, sampling=sampling, seed=seed)
-        return replace(request, max_new_tokens=new, stop=tuple(stop), logprobs=logprobs, echo=echo)
+        request = replace(request, max_new_tokens=new, stop=tuple(stop), logprobs=logprobs, echo=echo)
+        return replace(request, template=template)
 
     def _check(self, sampling: SamplingConfig, new: int, where: str) -> None:
         """Raises DataError unless a run could have these settings."""
@@ -362,15 +369,39 @@ def _prompt_or_messages(record: dict[str, Any], where: str) -> tuple[str, tuple[
     )
 
 
+def _own_arguments(record: dict[str, Any], is_chat: bool, where: str) -> dict[str, Any]:
+    """Returns the line's own arguments of the chat template. Raises DataError."""
+    arguments = record.get(TEMPLATE)
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, dict) or not is_chat:
+        raise DataError(
+            f"{TEMPLATE} is unusable",
+            where=where,
+            found=shortened(repr(arguments), 100) if is_chat else "a prompt that is no chat",
+            allowed="an object, in a line with messages or with task.chat=true",
+            fix='write {"enable_thinking": false}, or leave it out',
+        )
+    try:
+        require_arguments(TEMPLATE, arguments)
+    except UsageError as error:
+        raise DataError(f"a setting of the line is wrong: {error}", where=where) from None
+    return arguments
+
+
 def _message(message: object) -> Message | None:
     """Returns a message as chat templates know it: without its name, its parts joined. None if it is none.
 
-    OpenAI's content is a text, or a list of parts; parts that are no text are not served.
+    OpenAI's content is a text, or a list of parts; parts that are no text are not served. A message of the
+    model may have its thoughts, as servers name them.
     """
-    if not isinstance(message, dict) or message.keys() - {"name"} != {"role", "content"}:
+    if not isinstance(message, dict) or message.keys() - {"name", *FIELDS} != {"role", "content"}:
         return None
     role = message["role"]
     content = message["content"]
+    thoughts = {name: message[name] for name in FIELDS if message.get(name) is not None}
+    if thoughts and not (role == "assistant" and all(isinstance(text, str) for text in thoughts.values())):
+        return None
     if isinstance(content, list):
         texts = []
         for part in content:
@@ -384,7 +415,7 @@ def _message(message: object) -> Message | None:
         content = "\n".join(texts)  # OpenAI does not say how parts are joined
     if not (isinstance(content, str) and isinstance(role, str) and role in ROLES):
         return None
-    return {"role": ROLES[role], "content": content}
+    return {"role": ROLES[role], "content": content, **thoughts}
 
 
 def _logprobs(record: dict[str, Any], usual: Request) -> int | None:

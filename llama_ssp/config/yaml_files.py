@@ -15,6 +15,7 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
 
+from llama_ssp.config.presets import FAST_YAML
 from llama_ssp.errors import UsageError
 
 MAX_BYTES = 16 * 2**20
@@ -38,10 +39,9 @@ def values_in(text: str) -> int:
 
     It stops counting above MAX_VALUES. Raises yaml.YAMLError for what is not YAML.
     """
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the faster one, where PyYAML was built with it
     sizes = dict[str, int]()  # values of a part or a scalar, by its anchor
     parts = [_Part(None)]  # the document, and the parts within each other that are being read
-    for event in yaml.parse(text, Loader=loader):
+    for event in yaml.parse(text, Loader=FAST_YAML):
         count = 0
         if isinstance(event, yaml.CollectionStartEvent):
             parts.append(_Part(event.anchor))

@@ -50,7 +50,8 @@ class Gpu:
 def gpus_here() -> list[Gpu]:
     """Returns the GPUs that programs see; one part of a GPU, if there are any.
 
-    If they are of several kinds, CUDA has to number them in the same order, unless the user has set one.
+    Where GPUs are of several kinds, CUDA is set to number them in nvidia-smi's order, unless
+    CUDA_DEVICE_ORDER is set.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     every = _every_gpu()
@@ -67,7 +68,7 @@ def _every_gpu() -> list[Gpu]:
     for line in _output(FIGURES):
         name, free, uuid, mode, used, compute, *_ = (field.strip() for field in f"{line},,,,,".split(","))
         if free:
-            is_exclusive = compute.startswith("Exclusive") and not _is_shared()
+            is_exclusive = compute.startswith("Exclusive") and not is_shared()
             gpus.append(
                 Gpu(name=name, free=_bytes(free), uuid=uuid, used=_bytes(used) or 0, exclusive=is_exclusive)
             )
@@ -83,7 +84,7 @@ def _bytes(mib: str) -> int | None:
     return int(mib) * MIB if mib.isdecimal() else None
 
 
-def _is_shared() -> bool:
+def is_shared() -> bool:
     """Returns whether MPS runs: then a GPU's one process is its server, for all others."""
     return Path(os.environ.get(MPS, MPS_USUAL), "control").exists()
 

@@ -329,19 +329,21 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
     `patience_s` limits how far apart ranks may start, be silent, or wait for one another. Sets the allocator
     of a GPU (`grow_segments`): the small processes of a trial have that of their run.
     """
-    if rank_environment().world == 1:
-        if device.type == "cuda":
-            grow_segments(device)
-        return ALONE
-    if dist.is_initialized():
+    is_alone = rank_environment().world == 1
+    if not is_alone and dist.is_initialized():
         raise UsageError(
             "torch.distributed is in use in this process",
             found="a pair that is not closed, or a process group of the script's own",
             fix="close it first; after an error start the script again",
         )
-    if device.type == "cuda":  # else what names no device would make a context on GPU 0, from every rank
-        torch.cuda.set_device(device)
+    if device.type == "cuda":
+        if not is_alone:  # else what names no device would make a context on GPU 0, from every rank
+            torch.cuda.set_device(device)
         grow_segments(device)
+    if is_alone:
+        return ALONE
+
+    if device.type == "cuda":
         # Registered graphs may read memory that the allocator has moved (expandable segments).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # Each rank has workers of its own that compile.

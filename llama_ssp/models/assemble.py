@@ -11,7 +11,17 @@ from torch import Tensor, nn
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
-from llama_ssp.models.decoder import Attention, Block, Decoder, HeadLayout, HeadNorms, Mlp, Norm, WholeNorms
+from llama_ssp.models.decoder import (
+    Attention,
+    Block,
+    Decoder,
+    HeadLayout,
+    HeadNorms,
+    Mlp,
+    Norm,
+    WholeNorms,
+    Xielu,
+)
 from llama_ssp.models.experts import Experts, Gate, Layers, Routing, activation_of
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
@@ -142,6 +152,9 @@ class Assembly:
             head_dim=shape.head_dim,
             scores=Scores(scale=shape.scale, window=own.window, softcap=shape.softcap),
             rotary=own.rotary,
+            in_pairs=shape.family.rotary_pairs,
+            norm_turned=shape.family.norm_turned,
+            growth=shape.growth,
         )
         return Attention(
             qkv=self.columns(prefix, Part.qkv),
@@ -153,7 +166,7 @@ class Assembly:
 
     def qk_norms(self, prefix: str) -> nn.Module | None:
         shape = self.shape
-        if not shape.family.names.qk_norm:
+        if not shape.qk_norm:
             return None
         query_row = self.row(Part.query_norm)
         key_row = self.row(Part.key_norm)
@@ -173,11 +186,32 @@ class Assembly:
         )
 
     def dense_mlp(self, prefix: str) -> Mlp:
+        family = self.shape.family
+        activation = self.xielu(prefix) if family.names.activation else activation_of(self.shape.activation)
         return Mlp(
             up=self.columns(prefix, Part.up),
             down=self.rows(prefix, Part.down),
+            activation=activation,
+            gated=family.gated,
+        )
+
+    def xielu(self, prefix: str) -> Xielu:
+        return Xielu(
+            above=self.read(self.row(Part.alpha_above), prefix),
+            below=self.read(self.row(Part.alpha_below), prefix),
+            beta=self.read_buffer(self.row(Part.beta), prefix),
+            limit=self.read_buffer(self.row(Part.limit), prefix),
+        )
+
+    def shared_experts(self, prefix: str) -> Mlp | None:
+        """Returns this rank's term of the experts that all tokens go through."""
+        if not self.shape.shared_ffn:
+            return None
+        return Mlp(
+            up=self.columns(prefix, Part.shared_up),
+            down=self.form.linear(self._read_for_product(self.row(Part.shared_down), prefix)),
             activation=activation_of(self.shape.activation),
-            gated=self.shape.family.gated,
+            gated=True,
         )
 
     def experts(self, prefix: str) -> Experts:
@@ -193,13 +227,18 @@ class Assembly:
             pairs = self.read_bias(self.row(Part.expert_up), prefix)
             up_bias = None if pairs is None else _apart(pairs, 1)
             down_bias = self.read_bias(self.row(Part.expert_down), prefix)
+        correction: Tensor | None = None
+        if shape.family.names.correction:
+            correction = self.read_buffer(self.row(Part.correction), prefix)
         up, down = self._stacks(self._stacked if clamped else self._one_by_one, prefix)
         gate = Gate(activation=shape.activation, alpha=shape.gate_alpha, limit=shape.gate_limit)
         return Experts(
             router=router,
             layers=Layers(up=up, down=down, up_bias=up_bias, down_bias=down_bias, gate=gate),
-            routing=Routing(top_k=shape.top_k, normed=shape.normed_top, after=clamped),
+            routing=Routing(top_k=shape.top_k, normed=shape.normed_top, after=clamped, groups=shape.groups),
             reduce=self.reduce,
+            correction=correction,
+            shared=self.shared_experts(prefix),
         )
 
     def _stacks(self, read: ReadExperts, prefix: str) -> tuple[Stack, Stack]:
@@ -288,6 +327,12 @@ class Assembly:
     def read(self, row: TensorRow, prefix: str = "", name: str = "") -> Tensor:
         """Returns this rank's part of the weight; `name`: of another tensor of these sizes."""
         return self._numbers(self._part(row, name or prefix + row.weight)).to(self.device)
+
+    def read_buffer(self, row: TensorRow, prefix: str) -> Tensor:
+        """Returns a tensor that is in fp32 whatever the number format."""
+        part = self._part(row, prefix + row.weight)
+        assert isinstance(part, Tensor)
+        return part.float().to(self.device)
 
     def read_bias(self, row: TensorRow, prefix: str = "") -> Tensor | None:
         """Returns this rank's part of the bias; None where there is none, or another rank adds it."""

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llama_ssp.models.families import family_of
 from llama_ssp.models.passes import sent
-from llama_ssp.models.shape import ALL, rotary_parameters
+from llama_ssp.models.shape import ALL, FIXED_ALPHA, rotary_kind, rotary_parameters
 
 
 @dataclass(frozen=True)
@@ -255,14 +256,17 @@ class Rotary(nn.Module):
     def of(config: Any, kind: str) -> Rotary:
         """Returns the table of one kind of layer."""
         parameters = rotary_parameters(config)[kind]
-        rope_type = parameters.get("rope_type", "default")
-        if rope_type == "default":
+        rope_type = rotary_kind(parameters, family_of(config.model_type))
+        if rope_type in ("default", FIXED_ALPHA):
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
             if size % 2 and size == head_dim:
                 raise ValueError(f"rotary positions need an even head size, and it is {head_dim}")
             exponent_R = torch.arange(0, size, 2).float() / size
-            return Rotary(frequency_R=1.0 / parameters["rope_theta"] ** exponent_R, factor=1.0)
+            base = parameters["rope_theta"]
+            if rope_type == FIXED_ALPHA:
+                base *= parameters["alpha"] ** (size / (size - 2))
+            return Rotary(frequency_R=1.0 / base**exponent_R, factor=1.0)
 
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -276,13 +280,20 @@ class Rotary(nn.Module):
         return Rotary(frequency_R=frequency_R, factor=factor, long_R=long_R, limit=limit)
 
 
-def rotate(x_THD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns the first 2R numbers of each head: number i with number R + i."""
+def rotate(x_THD: Tensor, turn: tuple[Tensor, Tensor], in_pairs: bool = False) -> Tensor:
+    """Turns the first 2R numbers of each head: number i with number R + i, or `in_pairs` 2i with 2i + 1."""
     cos, sin = turn
     size = cos.shape[-1]
-    first = x_THD[..., :size]
-    second = x_THD[..., size : 2 * size]
+    turned = x_THD[..., : 2 * size]
     rest = x_THD[..., 2 * size :]
-    turned_first = first * cos - second * sin
-    turned_second = second * cos + first * sin
-    return torch.cat([turned_first.to(x_THD.dtype), turned_second.to(x_THD.dtype), rest], -1)
+    first = turned[..., :size]
+    second = turned[..., size:]
+    if in_pairs:
+        first = turned[..., 0::2]
+        second = turned[..., 1::2]
+    turned_first = (first * cos - second * sin).to(x_THD.dtype)
+    turned_second = (second * cos + first * sin).to(x_THD.dtype)
+    if in_pairs:
+        turned_THD = torch.stack([turned_first, turned_second], -1).flatten(-2)
+        return torch.cat([turned_THD, rest], -1)
+    return torch.cat([turned_first, turned_second, rest], -1)

@@ -13,6 +13,7 @@ from typing import Any
 from llama_ssp.config import SIZES, Dtype, ModelConf, Weights, home_expanded
 from llama_ssp.config.presets import HUB_ID
 from llama_ssp.errors import ModelError, UsageError
+from llama_ssp.models.adapter import coded, not_for, require_fitting
 from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import (
     MODEL_FOLDER,
@@ -24,12 +25,18 @@ from llama_ssp.models.folder import (
     tensors_of,
     weights_here,
 )
-from llama_ssp.models.formats.quantised_config import left_out, require_readable
+from llama_ssp.models.formats.quantised_config import (
+    MODELOPT,
+    left_out,
+    modelopt_claim,
+    quantised_config,
+    require_readable,
+)
 from llama_ssp.models.heads.settings import head_settings, kind_of
 from llama_ssp.models.hub import cached_gguf, cached_tokenizer, commit_of, file_of, hub_copy
 from llama_ssp.models.packages import kept_file, package_copy
 from llama_ssp.models.sizes import Checkpoint, config_file, require_positions, sizes_of
-from llama_ssp.models.wrapped import TEXT, TEXT_TYPES, WHOLE, left_out_in_words, text_name, text_part
+from llama_ssp.models.wrapped import TEXT, TEXT_TYPES, WHOLE, left_out_in_words, naming, text_part
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +51,7 @@ def complete(model: ModelConf, role: str, download: bool = False) -> tuple[Model
     The folder is None for a synthetic model.
     """
     if model.weights is Weights.synthetic:
-        return _possible(model, role), None
+        return _synthetic(model, role), None
     path = find(model, role, download)
     if kind_of(path):
         return _with_head(model, path, role), path
@@ -58,7 +65,7 @@ def complete(model: ModelConf, role: str, download: bool = False) -> tuple[Model
         )
     if checkpoint.left_out:
         log.info("%s %s: %s left out; text only", role, model.name, checkpoint.left_out)
-    return _possible(with_shape(model, checkpoint, role), role), path
+    return _whole(model, checkpoint, role), path
 
 
 def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
@@ -67,7 +74,10 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
     Of a folder whose weights are here their headers are read, too: what a run refuses is refused here.
     """
     known = bool(model.family) and all(getattr(model, size) for size in SIZES)
-    if model.weights is Weights.synthetic or (known and not _is_here(model)):
+    if model.weights is Weights.synthetic:
+        return _synthetic(model, role)
+    if known and not _is_here(model):
+        require_fitting(model, role, None)
         return _possible(model, role)
     local = model.path is not None or model.repo is None or bool(model.file or cached_gguf(model))
     if local:
@@ -79,11 +89,13 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
         return _with_head(model, path if local else find(model, role, download), role)
 
     if local and weights_here(path):
-        return _possible(with_shape(model, inspect(path), role), role)
+        return _whole(model, inspect(path), role)
     config = read_config(path)
     checkpoint = Checkpoint(path=path, config=config, tensors={})
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
-    return _possible(replace(with_shape(model, checkpoint, role), tied=bool(tied)), role)
+    shaped = replace(with_shape(model, checkpoint, role), tied=bool(tied))
+    require_fitting(shaped, role, checkpoint)
+    return _possible(shaped, role)
 
 
 def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
@@ -95,6 +107,8 @@ def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
             found=kind_of(path),
             fix="give it as the draft of its target: draft.path",
         )
+    if model.adapter is not None:
+        raise not_for(role, f"a trained head, {kind_of(path)}")
     head = head_settings(path)
     shaped = with_shape(model, Checkpoint(path=path, config=head.block, tensors={}), role)
     return replace(
@@ -104,6 +118,24 @@ def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
         head_block=head.drafts,
         tied=not head.embeds,
     )
+
+
+def _synthetic(model: ModelConf, role: str) -> ModelConf:
+    """Returns the model; raises ModelError if it is to have an adapter, or cannot be."""
+    if model.adapter is not None:
+        raise not_for(role, "synthetic weights")
+    return _possible(model, role)
+
+
+def _whole(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:
+    """Returns the model with the checkpoint's shape; raises ModelError if it or its adapter does not fit."""
+    if model.adapter is not None and (
+        is_gguf(checkpoint.path) or quantised_config(checkpoint.config, checkpoint.path)
+    ):
+        raise coded(checkpoint.path)
+    shaped = with_shape(model, checkpoint, role)
+    require_fitting(shaped, role, checkpoint)
+    return _possible(shaped, role)
 
 
 def _possible(model: ModelConf, role: str) -> ModelConf:
@@ -121,6 +153,16 @@ def _possible(model: ModelConf, role: str) -> ModelConf:
             where=f"{role} {model.name}",
             found=f"{model.family} with {model.experts} experts",
             fix=f"correct {role}.experts, {role}.experts_per_token and {role}.expert_ffn",
+        )
+    shared = family_of(model.family).names.shared_down
+    is_whole = not model.shared_ffn or (bool(shared) and model.shared_ffn % model.expert_ffn == 0)
+    if bool(shared) != bool(model.shared_ffn) or not is_whole:
+        raise ModelError(
+            "the family's experts for all tokens have another width",
+            where=f"{role} {model.name}",
+            found=f"{model.family} with {model.shared_ffn}",
+            allowed="a multiple of expert_ffn" if shared else "0",
+            fix=f"correct {role}.shared_ffn",
         )
     return model
 
@@ -197,10 +239,9 @@ def inspect(path: Path) -> Checkpoint:
         return Checkpoint(path=path, config=config, tensors=tensors)
     require_safe(path)
     tensors = tensors_of(path)
-    left_out = ""
-    if WHOLE in config:
-        left_out = left_out_in_words(tensors)
-        tensors = {own: tensor for name, tensor in tensors.items() if (own := text_name(name)) is not None}
+    left_out = left_out_in_words(tensors) if WHOLE in config else ""
+    name_of = naming(config)
+    tensors = {own: tensor for name, tensor in tensors.items() if (own := name_of(name)) is not None}
     require_readable(path, config, {name: kind for name, (kind, _) in tensors.items()})
     return Checkpoint(path=path, config=config, tensors=tensors, left_out=left_out)
 
@@ -216,6 +257,8 @@ def read_config(path: Path) -> dict[str, Any]:
         config = read_header(path).config()
     else:
         config = read_json(path / "config.json")
+        if "quantization_config" not in config and (path / MODELOPT).is_file():
+            config["quantization_config"] = modelopt_claim(read_json(path / MODELOPT))
     require_counts(path, config)
     require_positions(path, config)
     if not isinstance(config.get("model_type"), str):

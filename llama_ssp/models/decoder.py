@@ -19,6 +19,7 @@ from torch.nn import functional
 from llama_ssp.models.attention import Places, Rotary, Scores, rotate
 from llama_ssp.models.kv_cache import Caches, KeysValues
 from llama_ssp.models.linear import Embedding, Head, Reduce
+from llama_ssp.models.shape import Growth
 
 Taps = Collection[int]  # blocks whose inputs are kept
 Turns = dict[str, tuple[Tensor, Tensor]]  # cosines and sines by kind of rotary positions
@@ -28,7 +29,8 @@ Activation = Callable[[Tensor], Tensor]
 class Norm(nn.Module):
     """An RMS norm, computed in fp32, or with `centred` a layer norm, computed in the format of its input.
 
-    The result has the format of the weight. `offset` is of RMS norms, `bias` of layer norms.
+    The result has the format of the weight. `offset` is of RMS norms, `bias` of layer norms. A layer norm of
+    heads whose weight is (heads, D) has no bias.
     """
 
     def __init__(
@@ -42,6 +44,9 @@ class Norm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.centred and self.weight.ndim > 1:
+            wide = functional.layer_norm(x.float(), self.weight.shape[-1:], None, None, self.epsilon)
+            return (wide * self.weight.float()).to(self.weight.dtype)
         if self.centred:
             bias = None if self.bias is None else self.bias.to(x.dtype)
             y = functional.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.epsilon)
@@ -98,6 +103,9 @@ class HeadLayout(NamedTuple):
     head_dim: int
     scores: Scores
     rotary: str | None
+    in_pairs: bool = False  # rotary positions turn neighbours
+    norm_turned: bool = False  # norms come after the rotary positions
+    growth: Growth | None = None  # of queries, with their position
 
 
 class Attention(nn.Module):
@@ -119,6 +127,9 @@ class Attention(nn.Module):
         self.head_dim = heads.head_dim
         self.scores = heads.scores
         self.rotary = heads.rotary
+        self.in_pairs = heads.in_pairs
+        self.norm_turned = heads.norm_turned
+        self.growth = heads.growth
         self.sinks = None if sink_H is None else nn.Parameter(sink_H, requires_grad=False)
 
     def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, places: Places) -> Tensor:
@@ -131,15 +142,49 @@ class Attention(nn.Module):
         """Writes the tokens' keys and values into the cache; returns their queries, (T, H, D)."""
         query, key, value = self.qkv(x_TH).split(self.sizes, -1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key, value))
-        if self.norms is not None:
+        if self.norms is not None and not self.norm_turned:
             query, key = self.norms(query, key)
         if self.rotary is not None:
-            query = rotate(query, turns[self.rotary])
-            key = rotate(key, turns[self.rotary])
+            query = rotate(query, turns[self.rotary], self.in_pairs)
+            key = rotate(key, turns[self.rotary], self.in_pairs)
+        if self.norms is not None and self.norm_turned:
+            query, key = self.norms(query, key)
+        if self.growth is not None:
+            query = query * grown(self.growth, places.position_T)[:, None, None].to(query.dtype)
         keys_GND, values_GND = cache
         keys_GND[:, places.slot_T] = key.transpose(0, 1)
         values_GND[:, places.slot_T] = value.transpose(0, 1)
         return query  # type: ignore[no-any-return]
+
+
+def grown(growth: Growth, position_T: Tensor) -> Tensor:
+    """Returns the factors of queries at these positions, in fp32."""
+    step_T = torch.floor(position_T / growth.length)
+    return 1 + growth.beta * torch.log(1 + step_T)
+
+
+class Xielu(nn.Module):
+    """xIELU, computed in fp32, with two numbers that were trained, a for x > 0 and b.
+
+    Above 0 it is softplus(a) x^2 + beta x, else (beta + softplus(b)) (exp(min(x, limit)) - 1 - x) + beta x.
+    """
+
+    beta: Tensor
+    limit: Tensor
+
+    def __init__(self, above: Tensor, below: Tensor, beta: Tensor, limit: Tensor) -> None:
+        super().__init__()
+        self.above = nn.Parameter(above, requires_grad=False)
+        self.below = nn.Parameter(below, requires_grad=False)
+        self.register_buffer("beta", beta, persistent=False)
+        self.register_buffer("limit", limit, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        above = functional.softplus(self.above.float())
+        below = self.beta + functional.softplus(self.below.float())
+        negative = (torch.expm1(torch.minimum(wide, self.limit)) - wide) * below + self.beta * wide
+        return torch.where(wide > 0, above * wide * wide + self.beta * wide, negative).to(x.dtype)
 
 
 class Mlp(nn.Module):

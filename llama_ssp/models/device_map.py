@@ -16,7 +16,7 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import DistributedError, StorageError, UsageError
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.devices import TORCH_DTYPES
-from llama_ssp.models.loader import made, read, shaped, tried
+from llama_ssp.models.loader import load_module, made, read, shaped, tried
 from llama_ssp.models.quantization import QUANTISED
 from llama_ssp.models.sharding import require_quantised, require_transformers
 
@@ -48,12 +48,15 @@ def load_layers(
 
     folder = _folder(offload) if offload and DISK in spread.values() else None
     spilled = Path(folder.name) if folder else None
-    if path is not None:
+    if path is not None and model.adapter is None:
         module = read(path, dtype, spread, spilled)
-    else:
+    else:  # whole on the CPU first
         from accelerate import dispatch_model
 
-        module = made(empty, model, dtype, torch.device(CPU), role)
+        if path is None:
+            module = made(empty, model, dtype, torch.device(CPU), role)
+        else:
+            module = load_module(model, path, dtype, torch.device(CPU), role)
         skipped = module._skip_keys_device_placement
         module = dispatch_model(module, spread, offload_dir=spilled, skip_keys=skipped)
     module.offload_folder = folder  # is deleted with the module

@@ -19,6 +19,7 @@ from llama_ssp.models.kernels.expert_stacks import DTYPES, NUMBERS, Stack, outpu
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
 from llama_ssp.models.kernels.probe import experts_run
 from llama_ssp.models.linear import Reduce
+from llama_ssp.models.shape import Groups
 
 ARGUMENTS = (
     "Tensor x_TH, Tensor weight_TK, Tensor expert_TK, Tensor[] up, Tensor[] down, str up_how, "
@@ -35,11 +36,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Routing:
-    """How experts are chosen and weighed."""
+    """How experts are chosen and weighed.
+
+    With `groups` their scores are sigmoids of the router's logits, and what chooses them is a score and a
+    correction. A token first chooses groups, by the sum of the two best in a group, then experts in these.
+    Weights are the scores of the chosen, times the groups' scale.
+    """
 
     top_k: int
     normed: bool  # the weights of the chosen sum to one
     after: bool = False  # weights are a softmax over the chosen alone
+    groups: Groups | None = None
 
 
 def activation_of(name: str) -> Callable[[Tensor], Tensor]:
@@ -264,13 +271,26 @@ def _(
 class Experts(nn.Module):
     """Router, and experts with stacked weights: up (E, 2F, H) is gate and up, down (E, H, F).
 
+    `shared` are experts that all tokens go through, and `correction` (E) is added to what chooses experts.
     Over ranks each has some of the F columns of every expert, and the first alone the bias of `down`. The
     router is on every rank, with the same input, so all choose the same experts.
     """
 
-    def __init__(self, router: nn.Module, layers: Layers, routing: Routing, reduce: Reduce | None) -> None:
+    correction: Tensor | None
+
+    def __init__(
+        self,
+        router: nn.Linear,
+        layers: Layers,
+        routing: Routing,
+        reduce: Reduce | None,
+        correction: Tensor | None = None,
+        shared: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.router = router
+        self.shared = shared
+        self.register_buffer("correction", correction, persistent=False)
         self.gate = layers.gate
         self.routing = routing
         self.reduce = reduce
@@ -311,10 +331,14 @@ class Experts(nn.Module):
             self.gate.alpha,
             self.gate.limit,
         )
+        if self.shared is not None:
+            y_TH = y_TH + self.shared(x_TH)
         return y_TH if self.reduce is None else self.reduce(y_TH)
 
     def _chosen(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the weights and the numbers of each token's experts, (T, K) each."""
+        if self.routing.groups is not None:
+            return self._chosen_in_groups(x_TH, self.routing.groups)
         logit_TE = self.router(x_TH)
         if self.routing.after:
             logit_TK, expert_TK = logit_TE.topk(self.routing.top_k, -1)
@@ -323,6 +347,22 @@ class Experts(nn.Module):
         if self.routing.normed:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
         return weight_TK.to(x_TH.dtype), expert_TK
+
+    def _chosen_in_groups(self, x_TH: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+        """Returns the same by sigmoids, which are computed in fp32."""
+        score_TE = functional.linear(x_TH.float(), self.router.weight.float()).sigmoid()
+        choice_TE = score_TE if self.correction is None else score_TE + self.correction
+        if groups.chosen < groups.count:
+            choice_TGE = choice_TE.view(-1, groups.count, choice_TE.shape[-1] // groups.count)
+            group_TK = choice_TGE.topk(2, -1).values.sum(-1).topk(groups.chosen, -1).indices
+            is_out_TG = torch.ones_like(choice_TGE[..., 0], dtype=torch.bool).scatter(-1, group_TK, False)
+            choice_TE = choice_TGE.masked_fill(is_out_TG[..., None], -torch.inf).flatten(1)
+
+        expert_TK = choice_TE.topk(self.routing.top_k, -1).indices
+        weight_TK = score_TE.gather(-1, expert_TK)
+        if self.routing.normed:
+            weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)
+        return (weight_TK * groups.scale).to(x_TH.dtype), expert_TK
 
 
 def _parameters(stack: Stack) -> nn.ParameterList:

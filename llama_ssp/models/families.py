@@ -32,18 +32,38 @@ class Names:
     output: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # gate and up, both in one, or up alone
     down: str = "mlp.down_proj"
+    activation: str = ""  # that has tensors of its own: xIELU
     router: str = ""
+    correction: str = ""  # of the router's scores, where they decide which experts are chosen
     expert_up: tuple[str, ...] = ()
     expert_down: str = ""
+    others: tuple[tuple[str, str], ...] = ()  # names that some tools write, and these in their place
+    shared_up: tuple[str, ...] = ()  # experts that all tokens go through, as one
+    shared_down: str = ""
 
 
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+HUNYUAN_NORMS = ("self_attn.query_layernorm", "self_attn.key_layernorm")
 LLAMA_NAMES = Names()
 SANDWICHED = replace(
     LLAMA_NAMES,
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
+)
+APERTUS_NAMES = replace(
+    LLAMA_NAMES,
+    before_attention="attention_layernorm",
+    before_mlp="feedforward_layernorm",
+    qk_norm=QK_NORMS,
+    up=("mlp.up_proj",),
+    activation="mlp.act_fn",
+)
+GLM4_NAMES = replace(
+    LLAMA_NAMES,
+    after_attention="post_self_attn_layernorm",
+    after_mlp="post_mlp_layernorm",
+    up=("mlp.gate_up_proj",),
 )
 NEOX_NAMES = Names(
     embedding="gpt_neox.embed_in",
@@ -101,12 +121,24 @@ MIXTRAL_NAMES = Names(
     router="block_sparse_moe.gate",
     expert_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
     expert_down="block_sparse_moe.experts.{}.w2",
+    others=(
+        ("mlp.gate", "block_sparse_moe.gate"),
+        ("mlp.experts.{}.gate_proj", "block_sparse_moe.experts.{}.w1"),
+        ("mlp.experts.{}.up_proj", "block_sparse_moe.experts.{}.w3"),
+        ("mlp.experts.{}.down_proj", "block_sparse_moe.experts.{}.w2"),
+    ),
 )
 QWEN_MOE_NAMES = Names(
     qk_norm=QK_NORMS,
     router="mlp.gate",
     expert_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     expert_down="mlp.experts.{}.down_proj",
+)
+GLM4_MOE_NAMES = replace(
+    QWEN_MOE_NAMES,
+    correction="mlp.gate.e_score_correction_bias",
+    shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared_down="mlp.shared_experts.down_proj",
 )
 GPT_OSS_NAMES = Names(
     sinks="self_attn.sinks",
@@ -147,6 +179,7 @@ class Family:
 
     biased: tuple[str, ...] = ()  # layers with a bias, where the config does not say
     bias_keys: tuple[str, str] = ("", "")  # of the config: whether attention's layers, the MLP's, have one
+    unbiased_output: bool = False  # attention's output has none, whatever the config says of attention
     deepspeed: bool = False  # DeepSpeed is known to split it right; it cuts fused MLPs wrongly
 
     grouped: bool = True  # config.json has a number of KV heads and a head size
@@ -156,9 +189,11 @@ class Family:
     window: Window | None = None
 
     layer_norm: bool = False  # norms have a weight and a bias; an RMS norm has a weight
+    unbiased_norms: bool = False  # layer norms have no bias
     norm_offset: int = 0  # a norm multiplies by this plus its weight
     scaled_embedding: bool = False
     rotary: float = 1.0  # how much of a head is rotated
+    rotary_pairs: bool = False  # number 2i of a head is turned with the next one, not with one half of all on
     position_rows: int | None = None  # of a learned table of positions, beyond the context; None: rotary
     rotary_kinds: int = 1  # tables of rotary positions, for kinds of layers
     mlp_key: str = "intermediate_size"  # of the MLP's width in config.json
@@ -172,20 +207,31 @@ class Family:
     norm_names: Callable[[Any], tuple[str, str]] | None = None  # before attention and MLP, by the config
     qkv_by_group: bool = False  # fused: queries, key and value of the first KV head, then of the next
     parallel: tuple[str, ...] = ()  # keys of the config; if one is set, attention and MLP have one input
+    in_parallel: bool = False  # attention and MLP have one input, whatever the config says
     whole_qk_norm: bool = False  # over all heads of a token at once
+    norm_by_head: bool = False  # norms of queries and keys have weights of their own for each head
+    norm_turned: bool = False  # norms of queries and keys come after the rotary positions
+    qk_norm_key: str = ""  # of the config: whether queries and keys have norms, which names have; else none
     scale_key: str = ""  # of the config: scores are divided by its square root
     plain_scores: bool = False  # scores are not scaled
     multipliers: bool = False  # of the embedding, the scores, the residual stream and the logits
+    logit_key: str = ""  # of the config: logits are multiplied by it
+    growing_queries: bool = False  # queries are multiplied by a factor that grows with their position
     rotary_layers: str = ""  # key of the config that says which layers have rotary positions
+    rotary_in_windows: bool = False  # of a model with a window, only layers with it have rotary positions
+    fixed_alpha: bool = False  # rotary positions of type `dynamic` with an `alpha` have a fixed base
     normed_top: str | None = None  # of the config: experts' weights sum to one; None: always
+    first_dense: str = ""  # key of the config: how many of the first layers have no experts; by default one
+    sigmoids: bool = False  # experts are chosen in groups, and weighed, by sigmoids of the router's logits
     clamped: bool = False  # experts interleave gate and up, clamp both, and weigh after the choice
     needs: Mapping[str, object] = field(default_factory=dict)  # values of the config that decoder.py has
     gguf: Gguf = NOT_READ
 
     def biases(self, config: Mapping[str, Any]) -> tuple[bool | None, bool | None]:
         """What config.json says of attention's and the MLP's biases, where that is not as usual."""
-        names = (*self.names.qkv, self.names.output), (*self.names.up, self.names.down)
-        return self._said(config, 0, names[0]), self._said(config, 1, names[1])
+        attention = self.names.qkv if self.unbiased_output else (*self.names.qkv, self.names.output)
+        mlp = (*self.names.up, self.names.down)
+        return self._said(config, 0, attention), self._said(config, 1, mlp)
 
     def _said(self, config: Mapping[str, Any], part: int, names: Iterable[str]) -> bool | None:
         key = self.bias_keys[part]
@@ -193,10 +239,9 @@ class Family:
         usual = {name.rpartition(".")[2] in self.biased for name in names if name}
         return None if said is None or usual == {bool(said)} else bool(said)
 
-    @property
-    def qk_norm(self) -> bool:
-        """Queries and keys have norms."""
-        return bool(self.names.qk_norm)
+    def qk_norm(self, said: bool | None) -> bool:
+        """Returns whether queries and keys have norms, by what the config says at the row's key."""
+        return bool(self.names.qk_norm) and (not self.qk_norm_key or bool(said))
 
     @property
     def gated(self) -> bool:
@@ -214,11 +259,34 @@ ATTENTION_BIAS = ("attention_bias", "")
 BIASES = ("attention_bias", "mlp_bias")
 QWEN_WINDOW = Window(default=4096, partial=True, switched=True)
 QKV = ("q_proj", "k_proj", "v_proj")
+PARALLEL_NAMES = replace(LLAMA_NAMES, before_mlp="")
+POST_NORMED = replace(SANDWICHED, before_attention="", before_mlp="", qk_norm=QK_NORMS)
 FAMILIES = {
+    "apertus": Family(
+        bias_keys=ATTENTION_BIAS, mlp_states=9, names=APERTUS_NAMES,  # xIELU's steps are in fp32
+        needs={"hidden_act": "xielu"},
+    ),
+    "cohere": Family(
+        bias_keys=ATTENTION_BIAS, layer_norm=True, unbiased_norms=True, rotary_pairs=True, tied=True,
+        names=replace(PARALLEL_NAMES, qk_norm=QK_NORMS), norm_by_head=True, qk_norm_key="use_qk_norm",
+        in_parallel=True, logit_key="logit_scale",
+    ),
+    "cohere2": Family(
+        bias_keys=ATTENTION_BIAS, window=Window(default=4096, partial=True), layer_norm=True,
+        unbiased_norms=True, rotary_pairs=True, tied=True, names=PARALLEL_NAMES, in_parallel=True,
+        logit_key="logit_scale", rotary_in_windows=True,
+    ),
+    "exaone4": Family(
+        window=Window(default=4096, partial=True), names=POST_NORMED, rotary_in_windows=True,
+    ),
     "falcon": Family(
         bias_keys=("bias", "bias"), grouped=False, multi_query=True, layer_norm=True,
         mlp_key="ffn_hidden_size", mlp_states=2, tied=True, context=2048, names=FALCON_NAMES,
         norm_names=_falcon_norms, qkv_by_group=True, parallel=("parallel_attn",), needs={"alibi": False},
+    ),
+    "gemma": Family(
+        bias_keys=ATTENTION_BIAS, norm_offset=1, scaled_embedding=True, tied=True,
+        needs={"use_bidirectional_attention": None},
     ),
     "gemma2": Family(
         bias_keys=ATTENTION_BIAS, deepspeed=True, softcap=True, window=Window(default=4096, partial=True),
@@ -231,6 +299,15 @@ FAMILIES = {
         norm_offset=1, scaled_embedding=True, rotary_kinds=2, tied=True,
         names=replace(SANDWICHED, qk_norm=QK_NORMS), scale_key="query_pre_attn_scalar",
         gguf=Gguf(architecture="gemma3", other_scale=62, space_before=False, scored=False),
+    ),
+    "glm4": Family(
+        biased=QKV, bias_keys=ATTENTION_BIAS, unbiased_output=True, rotary=0.5, rotary_pairs=True,
+        mlp_states=4, fused_mlp=True, names=GLM4_NAMES,
+    ),
+    "glm4_moe": Family(
+        bias_keys=ATTENTION_BIAS, unbiased_output=True, rotary=0.5, names=GLM4_MOE_NAMES,
+        qk_norm_key="use_qk_norm", normed_top="norm_topk_prob", first_dense="first_k_dense_replace",
+        sigmoids=True,
     ),
     "gpt_neo": Family(
         biased=("out_proj", "c_fc", "c_proj"), grouped=False, masks_inside=True,
@@ -248,13 +325,19 @@ FAMILIES = {
         names=GPT_OSS_NAMES, clamped=True,
     ),
     "granite": Family(bias_keys=BIASES, multipliers=True),
+    "hunyuan_v1_dense": Family(
+        bias_keys=ATTENTION_BIAS, names=replace(LLAMA_NAMES, qk_norm=HUNYUAN_NORMS), norm_turned=True,
+        fixed_alpha=True,
+    ),
     # Mistral's GGUF files say llama, too.
     "llama": Family(bias_keys=BIASES, deepspeed=True, gguf=Gguf(architecture="llama", interleaved=True)),
+    "ministral3": Family(window=Window(), growing_queries=True),
     "mistral": Family(deepspeed=True, window=Window(default=4096)),
     "mixtral": Family(window=Window(), names=MIXTRAL_NAMES),
-    "olmo2": Family(
-        bias_keys=ATTENTION_BIAS, whole_qk_norm=True,
-        names=replace(SANDWICHED, before_attention="", before_mlp="", qk_norm=QK_NORMS),
+    "olmo2": Family(bias_keys=ATTENTION_BIAS, whole_qk_norm=True, names=POST_NORMED),
+    "olmo3": Family(
+        bias_keys=ATTENTION_BIAS, window=Window(default=4096, partial=True), rotary_kinds=2,
+        whole_qk_norm=True, names=POST_NORMED,
     ),
     "opt": Family(
         biased=(*QKV, "out_proj", "fc1", "fc2"), bias_keys=("enable_bias", "enable_bias"),
@@ -278,6 +361,9 @@ FAMILIES = {
         bias_keys=ATTENTION_BIAS, window=Window(default=4096, switched=True),
         names=QWEN_MOE_NAMES, normed_top="norm_topk_prob",
     ),
+    "seed_oss": Family(
+        biased=QKV, bias_keys=BIASES, unbiased_output=True, needs={"attention_out_bias": False},
+    ),
     "smollm3": Family(
         bias_keys=BIASES, window=Window(partial=True, switched=True), tied=True,
         rotary_layers="no_rope_layers",
@@ -299,7 +385,7 @@ READ_TOGETHER_BEYOND = {"doge": "keep_window_size"}
 # The key of how many layers for multi-token prediction come after the last one; they are not read.
 MTP_LAYERS = "num_nextn_predict_layers"
 
-EXPERTS = ("num_local_experts", "num_experts")  # keys of how many there are in a layer
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of how many there are in a layer
 
 
 def expert_layers(layers: int, dense: Collection[int], step: int) -> list[bool]:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ TEMPLATES = "additional_chat_templates"  # a folder that libraries look into
 CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
 CODE_KINDS = ("", "tokenizer_", "generation_", "processor_", "preprocessor_")  # of a config.json
 ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 READ_BY_LIBRARIES = (".json", ".jinja", ".txt", ".model", ".safetensors")
 REFETCH = "fetch the model again"
 COPY = "copy it into the folder"
@@ -115,10 +117,15 @@ def weight_files(path: Path) -> list[Path]:
 
 def tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Returns the number format and shape of each tensor; a ModelError if a file is damaged."""
+    return headers(weight_files(path))
+
+
+def headers(files: Iterable[Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns what the headers of safetensors files say of each tensor; a ModelError if a file is damaged."""
     from safetensors import SafetensorError, safe_open  # with numpy, which a plan of a preset does not need
 
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in weight_files(path):
+    for file in files:
         length = int.from_bytes(require_fetched(file)[:8], "little")
         try:
             if length > MAX_HEADER_BYTES:  # the library takes ten times as much, which is seconds
@@ -137,6 +144,34 @@ def tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
                 fix=REFETCH,
             ) from None
     return tensors
+
+
+def adapter_file(folder: Path) -> Path:
+    """Returns the weights file of an adapter; a ModelError if it is missing, elsewhere, or pickled."""
+    file = folder / ADAPTER_WEIGHTS
+    if file.exists() or file.is_symlink():
+        return _shard(folder, ADAPTER_WEIGHTS, folder)
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
+    if pickled:
+        raise ModelError(
+            "the adapter is pickled, which can run code",
+            where=folder,
+            found=", ".join(pickled[:5]),
+            allowed=ADAPTER_WEIGHTS,
+            fix="load it where you trust it, with peft, and save it with safe_serialization=True",
+        )
+    raise ModelError(
+        "the folder holds no adapter", where=folder, allowed=ADAPTER_WEIGHTS, fix="fetch the adapter again"
+    )
+
+
+def adapter_fingerprint(folder: Path) -> str:
+    """Returns a hash of all bytes of an adapter, which are few."""
+    digest = hashlib.sha256((folder / ADAPTER).read_bytes())
+    with adapter_file(folder).open("rb") as stream:
+        while part := stream.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def fingerprint(path: Path) -> str:
@@ -175,7 +210,7 @@ def read_json(file: Path) -> dict[str, Any]:
         fix = MODEL_FOLDER
         if (file.parent / ADAPTER).exists():
             what = f"{what}, but an adapter (LoRA)"
-            fix = "merge the adapter into its model's weights"
+            fix = f"name its model, and the folder as its adapter: model=MODEL model.adapter={file.parent}"
         raise ModelError(what, where=file.parent, fix=fix) from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file.name} is not JSON", where=file.parent, found=error, fix=REFETCH) from None
@@ -286,7 +321,7 @@ def _require_no_code(path: Path) -> None:
         raise ModelError(
             "there is an adapter next to the weights",
             where=path / ADAPTER,
-            fix="merge it into the weights where you trust it, or use a copy of the model without it",
+            fix="put the adapter's files into a folder of their own, and name it: model.adapter=FOLDER",
         )
 
 

@@ -13,7 +13,7 @@ a row of `states`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 from functools import lru_cache
@@ -43,8 +43,11 @@ LAYERS = "layers"
 EXPERTS = "experts"
 NORMS = "norms"
 POSITIONS = "positions"
+BUFFERS = "buffers"  # small tensors that are kept in fp32 whatever the number format, and no parameters
 
 BLOCK_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's
+
 KEYS = "keys"
 VALUES = "values"
 
@@ -63,9 +66,16 @@ class Part(StrEnum):
     output = auto()
     up = auto()
     down = auto()
+    alpha_above = auto()  # of xIELU, above 0 and below; then its two constants
+    alpha_below = auto()
+    beta = auto()
+    limit = auto()
     router = auto()
+    correction = auto()  # of the router's scores
     expert_up = auto()
     expert_down = auto()
+    shared_up = auto()  # of experts that all tokens go through
+    shared_down = auto()
     before_attention = auto()
     after_attention = auto()
     before_mlp = auto()
@@ -75,12 +85,13 @@ class Part(StrEnum):
 
 
 class Split(Enum):
-    """What ranks divide, of a row's outputs; of the last three, of its inputs."""
+    """What ranks divide, of a row's outputs; of INPUT_SPLITS, of its inputs."""
 
     whole = auto()  # nothing
     tokens = auto()  # rows of the vocabulary, in the embedding
     vocabulary = auto()  # rows of the vocabulary, in the head
-    heads = auto()  # one number a query head
+    heads = auto()  # one number a query head, or one row
+    kv_heads = auto()  # one row a KV head
     queries = auto()  # query heads
     keys = auto()  # KV heads
     qkv = auto()  # query heads, keys' heads and values' heads, one after the other
@@ -92,11 +103,13 @@ class Split(Enum):
     head_inputs = auto()
     column_inputs = auto()
     expert_inputs = auto()
+    shared_columns = auto()  # of experts that all tokens go through
+    shared_inputs = auto()
 
 
-INPUT_SPLITS = (Split.head_inputs, Split.column_inputs, Split.expert_inputs)
+INPUT_SPLITS = (Split.head_inputs, Split.column_inputs, Split.expert_inputs, Split.shared_inputs)
 # Parts that are quantised: a layer's products. Experts are, where the checkpoint has them in codes.
-QUANTISED = (Part.qkv, Part.output, Part.up, Part.down)
+QUANTISED = (Part.qkv, Part.output, Part.up, Part.down, Part.shared_up, Part.shared_down)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +139,11 @@ class Sizes:
     ffn: int
     experts: int
     expert_ffn: int
+    shared_ffn: int  # of the experts that all tokens go through, together
     sparse: tuple[int, ...]  # the blocks with experts
     position_rows: int  # of a learned table of positions; 0: rotary
     norms: tuple[str, ...]  # names of a block's norms, as of BLOCK_NORMS; empty where there is none
+    qk_norm: bool  # queries and keys have norms
     attention_bias: bool | None  # None: as usual in the family
     mlp_bias: bool | None
     tied: bool  # the head is the embedding
@@ -165,6 +180,7 @@ class TensorRow:
     split: Split = Split.whole
     blocks: tuple[int, ...] | None = None  # that have it; None: the model has one
     experts: int = 0  # how many of it a block has; 0: it is no expert's
+    scalar: bool = False  # a number: on disk it has no dimension
     stacked: bool = False  # all experts are in one tensor, with inputs before outputs
     in_gguf: str = ""  # its name where a checkpoint's codes are listed (formats/kept.py)
 
@@ -175,6 +191,8 @@ class TensorRow:
 
     @property
     def weight_sizes(self) -> tuple[int, ...]:
+        if self.scalar:
+            return ()
         if self.stacked:
             return (self.experts, self.inputs, self.outputs)
         return (self.outputs, self.inputs) if self.inputs else (self.outputs,)
@@ -198,9 +216,23 @@ class Share:
     heads: Heads
     columns: Span  # of the MLP
     expert_columns: Span  # of each expert
+    shared_columns: Span  # of the experts that all tokens go through
     vocab: Span  # the head's rows
     tokens: Span  # the embedding's rows
     first_token: int  # whose row is the first of these
+
+    def first_of_equal_size(self) -> Share:
+        """Returns the first share that has as many of everything; the first rank alone adds some biases."""
+        return replace(
+            self,
+            rank=min(self.rank, 1),
+            heads=Heads(query=(0, self.heads.queries), kv=(0, self.heads.kvs)),
+            columns=(0, length(self.columns)),
+            expert_columns=(0, length(self.expert_columns)),
+            vocab=(0, length(self.vocab)),
+            tokens=(0, length(self.tokens)),
+            first_token=0,
+        )
 
     def spans(self, row: TensorRow) -> list[Span]:
         """Returns which of the row's outputs, or inputs, this rank has."""
@@ -219,6 +251,8 @@ class Share:
                 return [self.vocab]
             case Split.heads:
                 return [self.heads.query]
+            case Split.kv_heads:
+                return [self.heads.kv]
             case Split.queries | Split.head_inputs:
                 return [query]
             case Split.keys:
@@ -233,6 +267,8 @@ class Share:
                 return [self.columns, shifted(self.columns, sizes.ffn)]
             case Split.expert_columns | Split.expert_inputs:
                 return [self.expert_columns]
+            case Split.shared_columns | Split.shared_inputs:
+                return [self.shared_columns]
             case Split.expert_pairs:
                 return [times(self.expert_columns, 2)]
 
@@ -311,6 +347,7 @@ def share_of(sizes: Sizes, world: int = 1, rank: int = 0, drafts: bool = False) 
         heads=head_ranges(sizes.n_heads, sizes.n_kv, world, rank),
         columns=mlp_share(sizes.ffn, world, rank),
         expert_columns=mlp_share(sizes.expert_ffn, world, rank) if sizes.sparse else (0, 0),
+        shared_columns=mlp_share(sizes.shared_ffn, world, rank) if sizes.shared_ffn else (0, 0),
         vocab=vocab,
         tokens=tokens,
         first_token=first_token,
@@ -343,9 +380,11 @@ def sizes_of_model(model: ModelConf) -> Sizes:
         ffn=model.ffn,
         experts=model.experts,
         expert_ffn=model.expert_ffn,
+        shared_ffn=model.shared_ffn,
         sparse=tuple(sparse),
         position_rows=position_rows,
         norms=norms,
+        qk_norm=family.qk_norm(model.qk_norm),
         attention_bias=model.attention_bias,
         mlp_bias=model.mlp_bias,
         tied=model.tied and not model.is_head,  # what a head embeds is not its output's table
@@ -377,6 +416,15 @@ def tensors_on_disk(sizes: Sizes) -> dict[str, tuple[int, ...]]:
                 if row.bias:
                     tensors[prefix + row.bias.format(number)] = row.bias_sizes
     return tensors
+
+
+def model_name(key: str, known: Collection[str], prefix: str) -> str:
+    """The model's name for a tensor on disk."""
+    for old, new in RENAMED.items():
+        if key not in known and key.startswith(old):
+            key = new + key.removeprefix(old)
+    candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+    return next((name for name in candidates if name in known), key)
 
 
 def _model(sizes: Sizes) -> Iterator[TensorRow]:
@@ -436,13 +484,18 @@ def _attention(sizes: Sizes, inputs: int | None = None) -> Iterator[TensorRow]:
             blocks=every,
             in_gguf=in_gguf[name],
         )
-    if names.qk_norm:
-        heads = [(Part.query_norm, sizes.n_heads, Split.queries), (Part.key_norm, sizes.n_kv, Split.keys)]
-        for name, (part, count, split) in zip(names.qk_norm, heads, strict=True):
-            row = _norm(sizes, part, name, size=sizes.head_dim, blocks=every)
-            if family.whole_qk_norm:
-                row = replace(row, outputs=count * sizes.head_dim, split=split)
-            yield row
+    if sizes.qk_norm:
+        query_name, key_name = names.qk_norm
+        query = _norm(sizes, Part.query_norm, query_name, size=sizes.head_dim, blocks=every)
+        key = _norm(sizes, Part.key_norm, key_name, size=sizes.head_dim, blocks=every)
+        if family.whole_qk_norm:
+            query = replace(query, outputs=queries, split=Split.queries)
+            key = replace(key, outputs=keys, split=Split.keys)
+        elif family.norm_by_head:  # (heads, head_dim)
+            query = replace(query, outputs=sizes.n_heads, inputs=sizes.head_dim, split=Split.heads)
+            key = replace(key, outputs=sizes.n_kv, inputs=sizes.head_dim, split=Split.kv_heads)
+        yield query
+        yield key
     if names.sinks:
         yield TensorRow(
             part=Part.sinks,
@@ -452,11 +505,12 @@ def _attention(sizes: Sizes, inputs: int | None = None) -> Iterator[TensorRow]:
             split=Split.heads,
             blocks=every,
         )
+    said = False if family.unbiased_output else sizes.attention_bias
     yield TensorRow(
         part=Part.output,
         group=LAYERS,
         weight=f"{names.output}.weight",
-        bias=f"{names.output}.bias" if sizes.is_biased(names.output, sizes.attention_bias) else "",
+        bias=f"{names.output}.bias" if sizes.is_biased(names.output, said) else "",
         outputs=sizes.dim,
         inputs=queries,
         split=Split.head_inputs,
@@ -493,6 +547,20 @@ def _mlp(sizes: Sizes) -> Iterator[TensorRow]:
         blocks=dense,
         in_gguf=in_gguf[names.down],
     )
+    if names.activation:
+        yield from _xielu(names.activation, dense)
+
+
+def _xielu(name: str, blocks: tuple[int, ...]) -> Iterator[TensorRow]:
+    """The parameters and constants of one activation a block."""
+    above = TensorRow(part=Part.alpha_above, group=LAYERS, weight=f"{name}.alpha_p", outputs=1, blocks=blocks)
+    beta = TensorRow(
+        part=Part.beta, group=BUFFERS, weight=f"{name}.beta", outputs=1, blocks=blocks, scalar=True
+    )
+    yield above
+    yield replace(above, part=Part.alpha_below, weight=f"{name}.alpha_n")
+    yield beta
+    yield replace(beta, part=Part.limit, weight=f"{name}.eps")
 
 
 def _experts(sizes: Sizes) -> Iterator[TensorRow]:
@@ -510,6 +578,14 @@ def _experts(sizes: Sizes) -> Iterator[TensorRow]:
         inputs=sizes.dim,
         blocks=sizes.sparse,
     )
+    if names.correction:
+        yield TensorRow(
+            part=Part.correction,
+            group=BUFFERS,
+            weight=names.correction,
+            outputs=sizes.experts,
+            blocks=sizes.sparse,
+        )
     in_gguf = ["expert_up"] if is_stacked else ["expert_gate", "expert_up"]
     for name, place in zip(names.expert_up, in_gguf, strict=True):
         yield TensorRow(
@@ -538,6 +614,35 @@ def _experts(sizes: Sizes) -> Iterator[TensorRow]:
         stacked=is_stacked,
         in_gguf="expert_down",
     )
+    if sizes.shared_ffn:
+        yield from _shared_experts(sizes)
+
+
+def _shared_experts(sizes: Sizes) -> Iterator[TensorRow]:
+    """The experts that all tokens go through: one MLP in each block that has experts."""
+    names = sizes.family.names
+    in_gguf = names_of(names)
+    for name in names.shared_up:
+        yield TensorRow(
+            part=Part.shared_up,
+            group=LAYERS,
+            weight=f"{name}.weight",
+            outputs=sizes.shared_ffn,
+            inputs=sizes.dim,
+            split=Split.shared_columns,
+            blocks=sizes.sparse,
+            in_gguf=in_gguf[name],
+        )
+    yield TensorRow(
+        part=Part.shared_down,
+        group=LAYERS,
+        weight=f"{names.shared_down}.weight",
+        outputs=sizes.dim,
+        inputs=sizes.shared_ffn,
+        split=Split.shared_inputs,
+        blocks=sizes.sparse,
+        in_gguf=in_gguf[names.shared_down],
+    )
 
 
 def _block_norms(sizes: Sizes) -> Iterator[TensorRow]:
@@ -554,7 +659,7 @@ def _norm(
         part=part,
         group=NORMS,
         weight=f"{name}.weight",
-        bias=f"{name}.bias" if sizes.family.layer_norm else "",
+        bias=f"{name}.bias" if sizes.family.layer_norm and not sizes.family.unbiased_norms else "",
         outputs=size or sizes.dim,
         blocks=blocks,
     )

@@ -14,6 +14,7 @@ import torch
 from llama_ssp.config import OWN_CODES, Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
+from llama_ssp.models.adapter import require_for_module
 from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.causal_lm import CausalModel, kernels_of
 from llama_ssp.models.checkpoint import read_config
@@ -22,6 +23,7 @@ from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import MTP_LAYERS, TESTED_FAMILIES, family_of
 from llama_ssp.models.folder import REFETCH, is_gguf
+from llama_ssp.models.formats.adapted_source import adapted, merge
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
 from llama_ssp.models.host_memory import return_memory
@@ -37,7 +39,7 @@ from llama_ssp.models.shape import reason_against
 from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.models.synthetic import SyntheticSource, config_for, fill_module, require_filled
-from llama_ssp.models.wrapped import BEGINNINGS, WHOLE, kind_left_out
+from llama_ssp.models.wrapped import BEGINNINGS, WHOLE, kind_left_out, naming
 
 log = logging.getLogger(__name__)
 
@@ -81,14 +83,16 @@ def load(
         with watch(f"{role} {model.name}", total) as report:
             layers = decoder(config, WatchedSource(source, total, report), ranks, form, drafts)
     else:
-        with _checked(path, config) as files:
+        with _checked(path, config) as files, adapted(files, model, config, role, numbers) as weights:
             total = bytes_on_disk(path)
             with watch(f"{role} {model.name}", total) as report:
-                layers = decoder(config, WatchedSource(files, total, report), ranks, form, drafts)
+                layers = decoder(config, WatchedSource(weights, total, report), ranks, form, drafts)
     return_memory()
 
     line = f"{role} {model.name}: {dtype.value} on {device}"
     level = logging.DEBUG
+    if model.adapter is not None:
+        line += f", with adapter {model.adapter}"
     if ranks.world > 1:
         line += f", over {ranks.world} ranks"
     if path is None and not drafts:
@@ -134,7 +138,7 @@ def opened(path: Path, config: Any, names: Mapping[str, Any]) -> Files:
         return GgufSource(read_header(path), config, names)
     prefix = family_of(config.model_type).names.embedding.partition(".")[0]
     content = read_config(path)
-    return source_of(path, names, prefix, quantised_config(content, path), wrapped=WHOLE in content)
+    return source_of(path, names, prefix, quantised_config(content, path), naming(content))
 
 
 @contextmanager
@@ -146,10 +150,13 @@ def _checked(path: Path, config: Any) -> Iterator[Files]:
 
 
 def load_module(model: ModelConf, path: Path | None, dtype: Dtype, device: torch.device, role: str) -> Any:
-    """Returns transformers' module with its weights."""
+    """Returns transformers' module with its weights, and what an adapter adds to them."""
     if path is None:
         return made(shaped(model, None, dtype, role), model, dtype, device, role)
-    return read(path, dtype, {"": device})
+    require_for_module(model, dtype, role)
+    module = read(path, dtype, {"": device})
+    merge(module, model, role)
+    return module
 
 
 def tried(causal: CausalModel) -> CausalModel:
@@ -219,10 +226,7 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
             **settings(dtype),
         )
 
-    layers = int(config.num_hidden_layers)
-    blocks = family_of(config.model_type).names.blocks
-    count = int(getattr(config, MTP_LAYERS, None) or 0)  # of layers after the last one, which do not run
-    other = tuple(f"{blocks}.{number}." for number in range(layers, layers + count))
+    other = _not_run(config)
     unexpected = [name for name in report["unexpected_keys"] if not name.startswith(other)]
     if hasattr(config, WHOLE):
         unexpected = [name for name in unexpected if not kind_left_out(name)]
@@ -244,6 +248,14 @@ def _renaming(config: Any) -> dict[str, Any]:
     return {"key_mapping": {f"^{re.escape(begin)}": name for begin, name in BEGINNINGS}}
 
 
+def _not_run(config: Any) -> tuple[str, ...]:
+    """Returns what the names of layers after the last one begin with: of multi-token prediction."""
+    layers = int(config.num_hidden_layers)
+    blocks = family_of(config.model_type).names.blocks
+    count = int(getattr(config, MTP_LAYERS, None) or 0)
+    return tuple(f"{blocks}.{number}." for number in range(layers, layers + count))
+
+
 def differences(
     names: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], config: Any
 ) -> dict[str, list[str]]:
@@ -254,7 +266,9 @@ def differences(
     return {
         "missing_keys": sorted(names.keys() - found.keys() - tied),
         "mismatched_keys": sorted(f"{name}: {found[name]} not {names[name]}" for name in other),
-        "unexpected_keys": sorted(found.keys() - names.keys()),
+        "unexpected_keys": sorted(
+            name for name in found.keys() - names.keys() if not name.startswith(_not_run(config))
+        ),
     }
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from llama_ssp.models.folder import weight_files
 from llama_ssp.models.formats.coded import Coded, taken
+from llama_ssp.models.layout import model_name
 from llama_ssp.models.sharding import ROWS, Cut
-from llama_ssp.models.wrapped import text_name
 
 ReadWatch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Takes the model's name and the bytes to read; what it returns is called with the bytes of each tensor."""
-RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's
+NameOf = Callable[[str], str | None]
 # Tables that old checkpoints hold and that models compute.
 COMPUTED = (".inv_freq", ".masked_bias", ".attention.bias", ".attn.bias")
 
@@ -42,10 +42,12 @@ class Files(Source, Protocol):
 class FileSource:
     """The weights of a folder, which `inspect` has checked."""
 
-    def __init__(self, folder: Path, known: Collection[str], prefix: str, wrapped: bool = False) -> None:
+    def __init__(
+        self, folder: Path, known: Collection[str], prefix: str, name_of: NameOf = lambda name: name
+    ) -> None:
         """`known`: the model's names of its tensors; `prefix`: their first part, which may lack on disk.
 
-        `wrapped`: the model is the text part of a checkpoint (wrapped.py).
+        `name_of` gives the model's name of a tensor on disk, or None for one that is not read (wrapped.py).
         """
         self._opened = ExitStack()
         self._places: dict[str, tuple[Any, str]] = {}
@@ -54,7 +56,7 @@ class FileSource:
         for file in sorted(weight_files(folder)):
             handle = self._opened.enter_context(safe_open(file, framework="pt"))
             for key in handle.keys():  # noqa: SIM118, a handle cannot be iterated
-                own = text_name(key) if wrapped else key
+                own = name_of(key)
                 if own is None:
                     continue
                 name = model_name(own, known, prefix)
@@ -165,15 +167,6 @@ def _members(stem: str, stacks: dict[str, tuple[Any, str]]) -> dict[str, Member]
                 handle=handle, key=key, number=number, first=place, shape=shape, inputs_first=inputs_first
             )
     return result
-
-
-def model_name(key: str, known: Collection[str], prefix: str) -> str:
-    """The model's name for a tensor on disk."""
-    for old, new in RENAMED.items():
-        if key not in known and key.startswith(old):
-            key = new + key.removeprefix(old)
-    candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
-    return next((name for name in candidates if name in known), key)
 
 
 @contextmanager

@@ -12,6 +12,24 @@ LOCAL = ("sliding_attention", "local")  # kinds of layers with a window
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 ACTIVATIONS = ("hidden_activation", "activation_function", "activation", "hidden_act")
 SCALED_AT_RUN_TIME = ("dynamic",)  # kinds of rotary positions that follow the longest text of a pass
+FIXED_ALPHA = "fixed alpha"  # with d numbers a head, the base is theta * alpha^(d / (d - 2))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How queries grow with their position p: by the factor 1 + beta log(1 + floor(p / length))."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How experts are chosen in groups, and weighed: see `Routing`."""
+
+    count: int
+    chosen: int  # groups for each token
+    scale: float  # of the weights
 
 
 @dataclass(frozen=True)
@@ -31,6 +49,7 @@ class Shape(Sizes):
     activation: str
     blocks: tuple[BlockShape, ...]
     scale: float  # of attention scores
+    growth: Growth | None  # of queries
     softcap: float | None  # of attention scores
     logit_softcap: float | None
     embedding_scale: float
@@ -39,6 +58,7 @@ class Shape(Sizes):
     parallel: bool
     top_k: int
     normed_top: bool
+    groups: Groups | None  # of experts
     gate_alpha: float  # of clamped experts
     gate_limit: float
 
@@ -49,11 +69,11 @@ def reason_against(config: Any) -> str | None:
     if family is None:
         return f"model_type: {config.model_type}"
     for key, value in family.needs.items():
-        if getattr(config, key, value) != value:
+        if (getattr(config, key, value) or None) != (value or None):  # null, false and 0 say the same
             return f"{key}: {getattr(config, key)}"
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
         return f"word_embed_proj_dim: {config.word_embed_proj_dim}"
-    kinds = {parameters.get("rope_type", "default") for parameters in rotary_parameters(config).values()}
+    kinds = {rotary_kind(parameters, family) for parameters in rotary_parameters(config).values()}
     at_run_time = kinds.intersection(SCALED_AT_RUN_TIME)
     return f"rope_type: {at_run_time.pop()}" if at_run_time else None
 
@@ -75,6 +95,8 @@ def shape_of(config: Any) -> Shape:
         logit_divisor = float(config.logits_scaling)
     elif family.scaled_embedding:
         embedding_scale = config.hidden_size**0.5
+    if family.logit_key:
+        logit_divisor = 1 / float(getattr(config, family.logit_key))
 
     softcap = None
     if family.softcap:
@@ -86,6 +108,15 @@ def shape_of(config: Any) -> Shape:
         gate_alpha = float(getattr(config, "swiglu_alpha", 1.702))
         gate_limit = float(getattr(config, "swiglu_limit", 7.0))
 
+    groups = None
+    if family.sigmoids:
+        groups = Groups(
+            count=int(config.n_group),
+            chosen=int(config.topk_group),
+            scale=float(config.routed_scaling_factor),
+        )
+
+    expert_ffn = int(getattr(config, "moe_intermediate_size", None) or ffn)
     blocks = _blocks(config, family, bool(experts))
     position_rows = 0
     if family.position_rows is not None:
@@ -100,26 +131,30 @@ def shape_of(config: Any) -> Shape:
         n_kv=_kv_heads(config, family, n_heads),
         head_dim=head_dim,
         ffn=ffn,
-        expert_ffn=int(getattr(config, "moe_intermediate_size", None) or ffn),
+        expert_ffn=expert_ffn,
+        shared_ffn=expert_ffn * int(config.n_shared_experts) if family.names.shared_down else 0,
         epsilon=float(_first(config, EPSILONS) or 1e-5),
         activation=str(_first(config, ACTIVATIONS)),
         sparse=tuple(number for number, block in enumerate(blocks) if block.experts),
         position_rows=position_rows,
         norms=_norms(config, family),
+        qk_norm=family.qk_norm(_said(config, family.qk_norm_key)),
         attention_bias=_said(config, family.bias_keys[0]),
         mlp_bias=_said(config, family.bias_keys[1]),
         blocks=blocks,
         scale=_score_scale(config, family, head_dim),
+        growth=_growth(config, family),
         softcap=softcap,
         logit_softcap=_first(config, ("final_logit_softcapping",)),
         embedding_scale=embedding_scale,
         residual_scale=residual_scale,
         logit_divisor=logit_divisor,
-        parallel=any(getattr(config, key) for key in family.parallel),
+        parallel=family.in_parallel or any(getattr(config, key) for key in family.parallel),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         experts=experts,
         top_k=int(getattr(config, "num_experts_per_tok", 0) or 0),
         normed_top=family.normed_top is None or bool(getattr(config, family.normed_top)),
+        groups=groups,
         gate_alpha=gate_alpha,
         gate_limit=gate_limit,
     )
@@ -132,6 +167,12 @@ def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
     if by_kind or not content:
         return by_kind
     return {ALL: content}
+
+
+def rotary_kind(parameters: dict[str, Any], family: Family) -> str:
+    """Returns the type of rotary positions; FIXED_ALPHA where a base that does not change is meant."""
+    kind = str(parameters.get("rope_type", "default"))
+    return FIXED_ALPHA if family.fixed_alpha and kind == "dynamic" and parameters.get("alpha") else kind
 
 
 def longrope_limit(config: Any) -> int | None:
@@ -168,10 +209,15 @@ def _blocks(config: Any, family: Family, has_experts: bool) -> tuple[BlockShape,
     rotated = [True] * count
     if family.rotary_layers:
         rotated = getattr(config, family.rotary_layers)
+    elif family.rotary_in_windows and window is not None:
+        rotated = [kind in LOCAL for kind in kinds or ()]
     tables = rotary_parameters(config) if family.position_rows is None else {}
 
     dense = getattr(config, "mlp_only_layers", None)
     step = getattr(config, "decoder_sparse_step", None)
+    if family.first_dense:
+        dense = range(getattr(config, family.first_dense))
+        step = 1
     sparse = expert_layers(count, dense or (), step or 1)
 
     blocks = []
@@ -206,6 +252,15 @@ def _score_scale(config: Any, family: Family, head_dim: int) -> float:
     if family.scale_key:
         divisor = float(getattr(config, family.scale_key))
     return float(divisor**-0.5)
+
+
+def _growth(config: Any, family: Family) -> Growth | None:
+    """Returns how queries grow; None where they do not."""
+    if not family.growing_queries:
+        return None
+    (parameters,) = rotary_parameters(config).values()
+    beta = parameters.get("llama_4_scaling_beta")
+    return Growth(beta=float(beta), length=int(parameters[SCALED_FROM])) if beta else None
 
 
 def _first(config: Any, keys: tuple[str, ...]) -> Any:

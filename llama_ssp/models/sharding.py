@@ -152,8 +152,9 @@ def unsplit(where: str, family: str, fix: str = "run it in one process") -> Mode
 
 
 def _dense_widths(model: ModelConf) -> list[int]:
-    """Returns the widths of MLPs, of which a model whose layers all have experts has none."""
-    return [] if model.experts and not model.dense_layers else [model.ffn]
+    """Returns the widths of MLPs, of which a model whose layers all have experts may have none."""
+    shared = [model.shared_ffn] if model.shared_ffn else []
+    return shared if model.experts and not model.dense_layers else [model.ffn, *shared]
 
 
 def require_quantised(model: ModelConf, world: int = 1) -> None:

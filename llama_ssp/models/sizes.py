@@ -114,6 +114,7 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "context": context_within(size(*POSITIONS, default=family.context), config),
         "tied": not any(name.startswith(HEADS) for name in checkpoint.tensors),
         "sliding_window": size(window.key, default=window.default) if window else None,
+        "qk_norm": config.get(family.qk_norm_key) if family.qk_norm_key else None,
         "attention_bias": attention_bias,
         "mlp_bias": mlp_bias,
     }
@@ -136,7 +137,9 @@ def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
     claimed = quantised_config(checkpoint.config, checkpoint.path)
     family = family_of(shape["family"])
     usual = kept.of_config(claimed)
-    if claimed is None or not checkpoint.tensors or not (usual.bits or claimed.method == "mxfp4"):
+    if claimed is None or not checkpoint.tensors:
+        return kept.usual(usual)
+    if not usual.bits and not claimed.rules and claimed.method != "mxfp4":
         return kept.usual(usual)
 
     names = kept.names_of(family.names)
@@ -145,20 +148,31 @@ def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
     names |= {name.format(0): leaf for name, leaf in leaves if name}
     inputs = dict.fromkeys(kept.MATRICES, shape["dim"]) | {"expert_down": shape["expert_ffn"]}
     inputs |= {"attn_output": shape["n_heads"] * shape["head_dim"], "ffn_down": shape["ffn"]}
-    return kept.sizes(kept.of_folder(checkpoint.tensors, claimed, names, inputs, LAYER))
+    inputs["shared_down"] = shape["shared_ffn"]
+    matrices = kept.of_folder(checkpoint.tensors, claimed, names, inputs, LAYER)
+    layers = range(shape["n_layers"])  # those for multi-token prediction come after them, and are not read
+    return kept.sizes({place: codes for place, codes in matrices.items() if place[0] in layers})
 
 
 def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> dict[str, int]:
     """Returns the sizes of experts; zeros for a family that has none, or that is not known here."""
     if not family.names.router:
-        return dict.fromkeys(("experts", "experts_per_token", "expert_ffn", "dense_layers"), 0)
+        keys = ("experts", "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers")
+        return dict.fromkeys(keys, 0)
     dense = checkpoint.config.get("mlp_only_layers")
     step = _size(checkpoint, "decoder_sparse_step", default=1)
     have_experts = expert_layers(layers, dense if isinstance(dense, list) else (), step)
+    if family.first_dense:
+        first = _size(checkpoint, family.first_dense, default=1, least=0)
+        have_experts = expert_layers(layers, range(first), 1)
+
+    expert_ffn = _size(checkpoint, "moe_intermediate_size", default=ffn)
+    shared = _size(checkpoint, "n_shared_experts", default=1) if family.names.shared_down else 0
     return {
         "experts": _size(checkpoint, *EXPERTS),
         "experts_per_token": _size(checkpoint, "num_experts_per_tok"),
-        "expert_ffn": _size(checkpoint, "moe_intermediate_size", default=ffn),
+        "expert_ffn": expert_ffn,
+        "shared_ffn": shared * expert_ffn,
         "dense_layers": have_experts.count(False),
     }
 
@@ -190,11 +204,11 @@ def require_positions(path: Path, config: dict[str, Any]) -> None:
             )
 
 
-def _size(checkpoint: Checkpoint, *names: str, default: int | None = None) -> int:
+def _size(checkpoint: Checkpoint, *names: str, default: int | None = None, least: int = 1) -> int:
     """Returns the value of the first of these keys that has a usable one, or else the default."""
     values = [value for name in names if (value := checkpoint.config.get(name)) is not None]
     for value in values:
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31:
             return value
     if not values and default is not None:
         return default
@@ -204,7 +218,7 @@ def _size(checkpoint: Checkpoint, *names: str, default: int | None = None) -> in
         f"{config_file(checkpoint.path).name} has no usable {names[0]}",
         where=checkpoint.path,
         found=repr(values[0] if values else None),
-        allowed="a positive whole number",
+        allowed="a positive whole number" if least else "a whole number from 0 on",
         fix="correct it, or fetch the model again",
     )
 

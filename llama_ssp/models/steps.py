@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 # Tokens, their positions and first slots; caches.
 Arguments = tuple[Tensor, Tensor, Tensor, Caches]
 GROUP = 4  # blocks of a program: a call of a program takes about 30 us, and a block about 1 s to compile
+ODD = 3  # blocks at the beginning that may be of other kinds than the rest
 
 
 class SteppedModel(DecoderModel):
@@ -260,18 +261,30 @@ def groups_of(kinds: tuple[str, ...]) -> list[slice]:
 
         s s s s s s s      4 + 3
         s s f s s f        3 + 3
-        d s s s s s s      7
+        d s s s s s s      1 + 3 + 3
+        d s s              3
 
-    Blocks without a period are one group: one odd block at an end is enough, such as a dense first layer
-    before layers with experts (mlp_only_layers: [0]). The program of all blocks then takes about a second a
-    block to compile, at the first start.
+    A model of more than GROUP blocks may begin with up to ODD other ones, such as dense layers before layers
+    with experts: these are a group of their own. Blocks without a period are one group: one odd block at the
+    end is enough. The program of all blocks then takes about a second a block to compile, at the first start.
     """
     count = len(kinds)
-    # A period of all blocks always fits: nothing is left to be compared.
-    period = next(p for p in range(1, count + 1) if kinds[p:] == kinds[:-p])
+    for odd in range(1, ODD + 1):
+        rest = kinds[odd:]
+        if count > GROUP and period_of(kinds) == count and period_of(rest) < len(rest):
+            groups = [slice(odd + group.start, odd + group.stop) for group in groups_of(rest)]
+            return [slice(0, odd), *groups]
+
+    period = period_of(kinds)
     lengths = [period * periods for periods in range(max(1, GROUP // period), 0, -1)]
     size = next((length for length in lengths if length > 1 and count % length == 0), lengths[0])
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def period_of(kinds: tuple[str, ...]) -> int:
+    """Returns after how many blocks the kinds begin anew: after all of them, where nothing is repeated."""
+    count = len(kinds)
+    return next((p for p in range(1, count) if kinds[p:] == kinds[:-p]), count)
 
 
 def has_kernels(

@@ -33,7 +33,7 @@ TILE = 2**18  # numbers of noise, which are repeated
 WRITERS = {
     name.rpartition(".")[2]
     for names in (family.names for family in FAMILIES.values())
-    for name in (names.output, names.down, names.expert_down, names.positions)
+    for name in (names.output, names.down, names.expert_down, names.shared_down, names.positions)
     if name
 }
 
@@ -74,6 +74,8 @@ def config_for(model: ModelConf) -> Any:
     for key, said in zip(family.bias_keys, (model.attention_bias, model.mlp_bias), strict=True):
         if key and said is not None:
             shape[key] = said
+    if family.qk_norm_key and model.qk_norm is not None:
+        shape[family.qk_norm_key] = model.qk_norm
     if family.multi_query:
         shape["new_decoder_architecture"] = model.n_kv_heads > 1
         shape["num_kv_heads"] = model.n_kv_heads
@@ -81,8 +83,12 @@ def config_for(model: ModelConf) -> Any:
         shape["num_local_experts"] = model.experts
         shape["num_experts_per_tok"] = model.experts_per_token
         shape["moe_intermediate_size"] = model.expert_ffn
-        if model.dense_layers:
+        if family.first_dense:
+            shape[family.first_dense] = model.dense_layers
+        elif model.dense_layers:
             shape["mlp_only_layers"] = list(range(model.dense_layers))
+    if model.shared_ffn:
+        shape["n_shared_experts"] = model.shared_ffn // model.expert_ffn
     if family.masks_inside:
         shape["attention_types"] = [[["global", "local"], model.n_layers // 2]]
 
@@ -129,7 +135,7 @@ class SyntheticSource:
         self._norm_offset = family_of(model.family).norm_offset
         generator = torch.Generator().manual_seed(model.seed)
         noise = (torch.randn(TILE, generator=generator) * 0.02).to(device, self._dtype)
-        longest = max(shape[-1] for shape in self.shapes.values())
+        longest = max(shape[-1] for shape in self.shapes.values() if shape)
         self._noise = noise.repeat(1 + -(-longest // TILE))
         self._codes = _codes(model, drafts)
         # A normed vector has entries sqrt(dim / 2H); HALF products of signs, each standing twice.
@@ -175,7 +181,7 @@ class SyntheticSource:
     def read(self, name: str, cut: Cut | None) -> Tensor:
         shape = self.shapes[name]
         rows = (0, math.prod(shape[:-1]))
-        if len(shape) == 1:
+        if len(shape) <= 1:
             return taken(self._vector(name).to(self._device, self._dtype), cut)
         if cut is None:
             return self._part(name, rows, None).view(shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from llama_ssp.models.families import family_of
@@ -225,6 +225,25 @@ def text_name(name: str) -> str | None:
         if name.startswith(begin):
             return replacement + name.removeprefix(begin)
     return None if kind_left_out(name) else name
+
+
+def naming(config: Mapping[str, Any]) -> Callable[[str], str | None]:
+    """Returns what names a tensor on disk as this model does; it gives None for one that no text reads."""
+    is_part = WHOLE in config
+    others = []
+    for other, own in family_of(config["model_type"]).names.others:
+        pattern = re.escape(other).replace(r"\{\}", r"(\d+)")
+        others.append((re.compile(rf"(?<=\.){pattern}(?=[._])"), own.replace("{}", r"\1")))
+
+    def name_of(name: str) -> str | None:
+        result = text_name(name) if is_part else name
+        if result is None:
+            return None
+        for pattern, own in others:
+            result = pattern.sub(own, result)
+        return result
+
+    return name_of
 
 
 def kind_left_out(name: str) -> str:

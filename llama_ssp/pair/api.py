@@ -13,7 +13,7 @@ texts, the others get empty lists. Errors are `RunError`s. Nothing here configur
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import index
@@ -40,7 +40,18 @@ from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, are_damaged, spel
 from llama_ssp.text.prompts import TextPrompt, require_usable
 
 USUAL_TOKENS = 2048  # of a prompt and its continuation, in the memory check
-ARGUMENTS = "prompts", "prompt_file", "max_new_tokens", "stop", "chat", "system", "logprobs", "logprobs_of"
+ARGUMENTS = (
+    "prompts",
+    "prompt_file",
+    "max_new_tokens",
+    "stop",
+    "chat",
+    "system",
+    "enable_thinking",
+    "template",
+    "logprobs",
+    "logprobs_of",
+)
 OF_CALLS = {"task", *(f"task.{name}" for name in ARGUMENTS)}
 
 
@@ -105,6 +116,8 @@ class CallSettings(TypedDict, total=False):
     seed: int | None
     chat: bool
     system: str | None
+    enable_thinking: bool | None
+    template: Mapping[str, Any]
     logprobs: int | None
     logprobs_of: str
 
@@ -169,7 +182,8 @@ class Pair:
         """Continues every prompt, `batch_size` at a time; returns a completion of each, in their order.
 
         Without `seed` it is that of `overrides`, or drawn. `chat` puts each prompt into the model's chat
-        template, after `system`. `logprobs` adds each token's log-probability and those of this many
+        template, after `system`; `enable_thinking` and `template`, by name, are arguments of that template.
+        `logprobs` adds each token's log-probability and those of this many
         likeliest tokens: of the target, unfiltered and at temperature 1, or with `logprobs_of="sampled"` of
         the distribution that tokens are sampled from. Raises UsageError for settings, DataError for prompts,
         ModelError for logits that are not numbers.
@@ -290,6 +304,8 @@ class Pair:
                 fix="choose one",
             )
         given |= {"stop": listed("stop", given["stop"]), "logprobs_of": LogprobsOf(logprobs_of)}
+        if isinstance(given.get("template"), Mapping):  # another value is refused by its type
+            given["template"] = dict(given["template"])
         task = replace(run.task_as(GenerateConf), **given)
         speculation = with_k_of(run.speculation, speculation)
         seed = run.seed if seed is None else seed

@@ -23,10 +23,11 @@ from llama_ssp.config import (
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.roles import Roles, roles_of
 from llama_ssp.errors import UsageError
+from llama_ssp.models.adapter import adapter_folder
 from llama_ssp.models.deepspeed_tp import load_deepspeed
 from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.devices import TORCH_DTYPES
-from llama_ssp.models.folder import fingerprint
+from llama_ssp.models.folder import adapter_fingerprint, fingerprint
 from llama_ssp.models.heads.load import load_head, table_on_disk
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
@@ -131,6 +132,8 @@ class ModelCache:
         self._ranks.require_same("number formats", json.dumps(formats))
         if self._ranks.world > 1:
             prints = {placed.role: fingerprint(placed.path) if placed.path else "" for placed in placements}
+            adapters = {placed.role: adapter_folder(placed.model) for placed in placements}
+            prints |= {f"{role} adapter": adapter_fingerprint(at) for role, at in adapters.items() if at}
             self._ranks.require_same("the models' files", json.dumps(prints))
         self._ranks.barrier()  # every rank has checked that the pair fits
         roles = self._roles_of(placements)

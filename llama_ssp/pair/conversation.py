@@ -19,6 +19,7 @@ from llama_ssp.pair.token_prompts import usable
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.text.prompts import TextPrompt, require_usable
+from llama_ssp.text.thoughts import ThoughtStream
 from llama_ssp.text.tokenizer import Message
 
 # How a conversation is written for a model without a chat template.
@@ -27,12 +28,16 @@ ROUNDS = 8  # several ranks check whether `stop` was called once in so many roun
 STOPPED = "stopped"  # the finish reason of a reply that `stop` ended; the engine gives the other reasons
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ChatReply:
-    """A reply so far, and what it took. Of its prompt, `kept` tokens were in the target's KV cache."""
+    """A reply so far, and what it took. Of its prompt, `kept` tokens were in the target's KV cache.
+
+    `thoughts` divides its pieces, as they come, into what the model thinks and what it answers.
+    """
 
     prompt_tokens: int
     kept: int
+    thoughts: ThoughtStream
     text: str = ""
     finish_reason: str = STOPPED
     counts: Counts = field(default_factory=Counts)
@@ -85,7 +90,12 @@ class Conversation:
         text_run.begin(before)
         written = text_run.replies[0]
 
-        reply = ChatReply(length, text_run.kept, counts=text_run.counts)
+        reply = ChatReply(
+            prompt_tokens=length,
+            kept=text_run.kept,
+            thoughts=pair.tokens.thought_stream(prompt.token_ids),
+            counts=text_run.counts,
+        )
         self.replies.append(reply)
         for step in text_run.rounds():
             ended = step.rows[0].finish is not None
@@ -106,7 +116,7 @@ class Conversation:
         reply.finish_reason = written.finish_reason or STOPPED
         if reply.finish_reason == "length" and room < self._new_tokens:
             reply.finish_reason = "context"
-        self.history = [*messages, {"role": "assistant", "content": reply.text.strip()}]
+        self.history = [*messages, pair.tokens.thoughts.message(reply.text.strip())]
 
     def figures(self) -> dict[str, Any]:
         """Returns the conversation, counters and clocks, under the names of the JSON interface."""
@@ -143,7 +153,10 @@ class Conversation:
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, *messages]
         tokens = self._pair.tokens
-        ids = tokens.chat(messages) if self.has_template else tokens.encode(written(messages))
+        if self.has_template:
+            ids = tokens.chat(messages, self._pair.run.task.template_arguments)
+        else:
+            ids = tokens.encode(written(messages))
         if len(ids) >= self.limit:
             raise DataError(
                 "the conversation is full: the message was not sent",

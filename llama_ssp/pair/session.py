@@ -150,15 +150,26 @@ class PairSession:
         with self.ranks.loading():
             prepare(self._models, spec, self.rows, self._slots, ks)
         self.engines = {}
+        self._note_engines()
+        return self
+
+    def _note_engines(self) -> None:
+        """Notes how steps of all ranks' models run; the leader warns of a trial that has failed since.
+
+        All ranks call it.
+        """
+        known = self.engines
+        self.engines = {}
         for text in self.ranks.gather_texts(json.dumps(self.models.engines)):
             self.engines = json.loads(text) | self.engines
+
         for placed in self.placements:
             engine = self.engines.get(placed.role, COMPILED)
-            if placed.on_trial and self.ranks.is_leader and engine != COMPILED:
+            is_new = engine != known.get(placed.role)
+            if placed.on_trial and self.ranks.is_leader and engine != COMPILED and is_new:
                 log.warning("engine: the steps of %s run %s", placed.model.name, engine)
             if placed.device.type == "cpu" and self.models.engines.get(placed.role) == COMPILED:
                 compiled_before(placed.model, placed.dtype).touch()
-        return self
 
     def close(self) -> None:
         """Frees the models, except those in a cache."""
@@ -169,14 +180,15 @@ class PairSession:
     def settle(self) -> None:
         """Prepares the rounds of `run`, if `load` has prepared only those that it measured.
 
-        What was captured to be measured is freed: decisions of 16 drafts a row take most memory. All ranks
-        call it.
+        What was captured to be measured is freed: decisions of 16 drafts a row take most memory. Steps on
+        trial are compared again, so `engines` may change. All ranks call it.
         """
         if not self._lacks_k:
             return
         self._lacks_k = False
         with self.ranks.loading():
             prepare_anew(self.models, self.run.speculation, self.rows, self._slots)
+        self._note_engines()
 
     @property
     def _measures(self) -> bool:

@@ -19,7 +19,7 @@ def prompt_of(text: TextPrompt, tokens: Tokens, run: RunConf, messages: Sequence
         if task.system and messages[0]["role"] != "system":
             require_usable(TextPrompt("system", task.system, "task.system"))
             messages.insert(0, {"role": "system", "content": task.system})
-        ids = tokens.chat(messages)
+        ids = tokens.chat(messages, task.template_arguments)
     else:
         # The beginning of a text that is far too long is enough to refuse it.
         context = run.model.context

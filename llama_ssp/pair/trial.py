@@ -4,8 +4,8 @@ Sums of NCCL inside CUDA graphs may hang, or give wrong numbers, on a machine wh
 process with a hung GPU cannot recover. So every rank of the model starts a small process on its GPU. Together
 these split a two-layer model over the same number of ranks, in the same number format, and compare its
 compiled steps with its eager ones. One that does not answer in time is killed. The verdict is the same on
-all ranks. It is written to a file, whose name is a hash of all that it depends on: a text should not depend
-on how busy the machine was.
+all ranks. Where the steps themselves were tried it is kept in a file, whose name is a hash of all that it
+depends on: a text should not depend on how busy the machine was.
 
 After that, the steps of the real model are compared in the same way (`check`).
 """
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from llama_ssp.config import Dtype
+from llama_ssp.distributed.bounded import KILLED_S
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.gpus import gpus_here
 from llama_ssp.distributed.launcher import of_small_process
@@ -96,29 +97,29 @@ class Trial:
         again = f"to try again delete {self.file}" if self.is_lasting else "the next start tries again"
         return f"{steps} failed their trial ({self.verdict}); engine=compiled skips the trial; {again}"
 
-    def passes(self, most_s: float = math.inf) -> bool:
-        """Whether the model's steps may be compiled, by the verdict of an earlier start, or by trying.
+    def passes(self, limit_s: float = math.inf) -> bool:
+        """Returns whether the model's steps may be compiled, by an earlier start's verdict, or by trying.
 
-        A trial takes `most_s` at most; one that is cut short by that gives no verdict.
+        A trial takes `limit_s` at most; one that is cut short by that gives no verdict.
         """
         known = self._read()
         self.verdict = known or PASSED
         if json.dumps(None) in self.ranks.gather_texts(json.dumps(known)):
-            self.verdict, self.is_lasting = self._tried(most_s)
+            self.verdict, self.is_lasting = self._tried(limit_s)
         self._agree()
         if self.verdict != known and self.is_lasting:
             self._write(self.verdict)
         return self.verdict == PASSED
 
-    def _tried(self, most_s: float) -> tuple[str, bool]:
-        """Returns this rank's verdict, by its small process, and whether those of all ranks became ready."""
+    def _tried(self, limit_s: float) -> tuple[str, bool]:
+        """Returns this rank's verdict, and whether those of all ranks hold for later starts."""
         exclusive = self.ranks.gather_ints([int(self._is_exclusive())])
         if any(is_exclusive for (is_exclusive,) in exclusive):
             return EXCLUSIVE, False
         log.info("engine: trying compiled steps over %d ranks, before weights are read", self.ranks.world)
-        verdict, is_ready = self._run(most_s)
-        are_ready = self.ranks.gather_ints([int(is_ready)])
-        return verdict, all(is_ready for (is_ready,) in are_ready)
+        verdict, is_lasting = self._run(limit_s)
+        are_lasting = self.ranks.gather_ints([int(is_lasting)])
+        return verdict, all(lasts for (lasts,) in are_lasting)
 
     def _is_exclusive(self) -> bool:
         """Returns whether this rank's GPU, on which this process is, admits no other one."""
@@ -154,10 +155,10 @@ class Trial:
         every = self.ranks.gather_texts(self.verdict)
         self.verdict = next((verdict for verdict in every if verdict != PASSED), PASSED)
 
-    def _run(self, most_s: float) -> tuple[str, bool]:
-        """Runs this rank's small process; returns why it failed, and whether it became ready.
+    def _run(self, limit_s: float) -> tuple[str, bool]:
+        """Runs this rank's small process; returns why it failed, and whether that holds for later starts.
 
-        It did not become ready, as far as the verdict goes, where `most_s` have cut it short.
+        It does if the process became ready, and `limit_s` has not cut it short.
         """
         environment = of_small_process(self.ranks, self.file.stem)
         try:
@@ -171,13 +172,14 @@ class Trial:
             )
         except OSError as error:
             return f"its process did not start: {error}", False
+
         began = time.monotonic()
-        said, errors, is_late = _followed(process, most_s)
+        said, errors, is_late = _followed(process, limit_s)
+        if is_late and time.monotonic() - began >= limit_s:
+            return f"no answer in {limit_s:.3g} s", False
+
         is_ready = _is_ready(said)
-        if is_late and time.monotonic() - began >= most_s:
-            is_ready = False
-            reason = f"no answer in {most_s:.3g} s"
-        elif is_late:
+        if is_late:
             reason = f"no answer in {TRIAL_S:g} s" if is_ready else f"not ready in {PREPARE_S:g} s"
         elif process.returncode == 0:
             reason = PASSED
@@ -204,30 +206,34 @@ class Trial:
             log.warning("engine: the verdict is not kept: %s", error)
 
 
-def _followed(process: subprocess.Popen[bytes], most_s: float) -> tuple[bytes, bytes, bool]:
+def _followed(process: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, bytes, bool]:
     """Waits for a small process; returns its output, its errors, and whether it was late, and so was killed.
 
-    It is late if it is not ready in time, if it does not end in time once it is ready, or after `most_s`.
+    It is late if it is not ready in time, if it does not end in time once it is ready, or after `limit_s`.
     """
     said = b""
     errors = b""
-    end = time.monotonic() + most_s
+    end = time.monotonic() + limit_s
     until = min(time.monotonic() + PREPARE_S, end)
-    with process:
-        try:
-            while time.monotonic() < until:
-                was_ready = _is_ready(said)
-                try:
-                    said, errors = process.communicate(timeout=LOOK_S)
-                    return said, errors, False
-                except subprocess.TimeoutExpired as so_far:  # has all that was said until now
-                    said = so_far.stdout or said
-                    errors = so_far.stderr or errors
-                if _is_ready(said) and not was_ready:
-                    until = min(time.monotonic() + TRIAL_S, end)
-            return said, errors, True
-        finally:
-            process.kill()
+    try:
+        while time.monotonic() < until:
+            was_ready = _is_ready(said)
+            try:
+                said, errors = process.communicate(timeout=LOOK_S)
+                return said, errors, False
+            except subprocess.TimeoutExpired as so_far:  # has all that was said until now
+                said = so_far.stdout or said
+                errors = so_far.stderr or errors
+            if _is_ready(said) and not was_ready:
+                until = min(time.monotonic() + TRIAL_S, end)
+        return said, errors, True
+    finally:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_S)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 def _is_ready(said: bytes) -> bool:

@@ -57,9 +57,12 @@ def why_eager(
         return f"steps in {dtype.value} are not compiled{' on a CPU' if on_cpu else ''}"
     if on_cpu and not attends_on_cpu(model.head_dim):
         return f"heads of {model.head_dim} numbers; the CPU's kernel takes even sizes up to {WIDEST_HEAD}"
+    if engine is not Steps.auto or not on_cpu:
+        return None
+
     size = BYTES[dtype] * parameters(model)
     saved_s = tokens * (SAVED_S_PER_BYTE * size + SAVED_S_PER_LAYER * model.n_layers)
-    if engine is not Steps.auto or not on_cpu or saved_s >= COMPILING_S:
+    if saved_s >= COMPILING_S:
         return None
     if saved_s < LOADING_S or tokens >= FEW_TOKENS:
         return f"{tokens} tokens save less than compiling takes"

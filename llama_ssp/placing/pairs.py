@@ -19,6 +19,7 @@ from llama_ssp.config.compose import composed
 from llama_ssp.distributed.gpus import gpus_here
 from llama_ssp.distributed.placement import LEADER, Placement
 from llama_ssp.errors import ModelError, UsageError
+from llama_ssp.models.adapter import require_for_module
 from llama_ssp.models.checkpoint import complete, folder_at_hand, outlined
 from llama_ssp.models.kept_files import compiler
 from llama_ssp.models.own_sampling import OwnSampling, left_open
@@ -89,6 +90,9 @@ def _completed(run: RunConf, dry: bool) -> PairFiles:
             path = folder_at_hand(conf)
         else:
             model, path = complete(conf, role, run.download)
+        by_decoder = role == DRAFT or run.placement.splitting is Splitting.tensor
+        if not (by_decoder and is_planned(model)):
+            require_for_module(model, model.dtype, role)
         models[role] = _in_codes(run, model, path), path
 
     target, target_path = models[TARGET]

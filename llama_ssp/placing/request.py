@@ -18,14 +18,14 @@ from llama_ssp.config import (
     Splitting,
     Weights,
 )
+from llama_ssp.config.environment import rank_environment
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.own_sampling import OwnSampling
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.placing.draft_length import asked_k
 from llama_ssp.placing.engine import step_rule, tokens_generated
-from llama_ssp.placing.this_machine import machine_for
+from llama_ssp.placing.this_machine import machine_for, plans_for_cpu
 from llama_ssp.planner.search import Option, PlanRequest, option, search
-from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import DRAFT, GIB, TARGET, Role, Workload
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.vocabulary import read_vocabularies
@@ -75,7 +75,7 @@ def is_free(conf: PlacementConf) -> bool:
 def plannable(files: PairFiles, gpus: int | None = None, free: int | None = None) -> PlanRequest | None:
     """What to plan for the pair, on this many GPUs of these free bytes; None where nothing is known.
 
-    Without a calibration the plan does not know what messages cost on a CPU, which is most.
+    Of a CPU that is not measured the plan does not know what messages cost, which is most.
     """
     run = files.run
     if not all(is_planned(model) for model in (run.model, run.draft) if model is not None):
@@ -84,8 +84,7 @@ def plannable(files: PairFiles, gpus: int | None = None, free: int | None = None
         gib = min((size for size in (run.cluster.gib, free and free / GIB) if size), default=None)
         run = replace(run, cluster=replace(run.cluster, gpus=gpus, nodes=1, gib=gib))
     request = request_for(files._replace(run=run))
-    is_unmeasured = request.machine.is_cpu and run.cluster.times.layer_us is None
-    return None if is_unmeasured else request
+    return None if request.machine.is_borrowed else request
 
 
 def request_for(files: PairFiles, slots: int | None = None) -> PlanRequest:
@@ -130,9 +129,15 @@ def request_of(run: RunConf, known: Known = USUAL) -> PlanRequest:
     """Returns what to plan for a run. Raises UsageError for a GPU without known figures."""
     task = run.task
     spec = run.speculation
-    on_cpu = known.on_cpu or run.placement.target_device == CPU
-    cluster = replace(run.cluster, gpu=CPU) if on_cpu and run.cluster.gpu is None else run.cluster
-    machine = machine_for(cluster, known.measured, known.connected)
+    started = rank_environment().world  # of a run that has begun
+    ranks = started if started > 1 else run.ranks or 1
+    machine = machine_for(
+        run.cluster,
+        known.measured,
+        known.connected,
+        ranks=ranks,
+        on_cpu=known.on_cpu or plans_for_cpu(run),
+    )
 
     most_tokens = run.model.context if known.slots is None else known.slots
     new_tokens = min(task.max_new_tokens, most_tokens - 1)

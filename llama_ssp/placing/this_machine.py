@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import ClusterConf, Scheduler
-from llama_ssp.distributed.cores import cores_here
+from llama_ssp.config import ClusterConf, RunConf, Scheduler
 from llama_ssp.distributed.gpus import SLICES, gpus_here
 from llama_ssp.errors import UsageError
-from llama_ssp.models.host_cores import given_threads
 from llama_ssp.models.host_memory import memory_here
+from llama_ssp.placing.kept_constants import Kept, kept_constants, threads_of
 from llama_ssp.planner.hardware import Machine, by_gpu, machine_of, matching
 from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import GIB
@@ -22,10 +21,18 @@ from llama_ssp.planner.workload import GIB
 CPU_TABLE = Path("/proc/cpuinfo")
 
 
-def machine_for(cluster: ClusterConf, measured: int | None = None, connected: int = 0) -> Machine:
-    """Returns the cluster's machine; this one where it names no GPU. The arguments are those of `machine_of`.
+def machine_for(
+    cluster: ClusterConf,
+    measured: int | None = None,
+    connected: int = 0,
+    *,
+    ranks: int = 1,
+    on_cpu: bool = False,
+) -> Machine:
+    """Returns the cluster's machine; this one where it names no GPU, with what was measured of it.
 
-    Raises UsageError for a GPU without known figures.
+    `ranks`: how many a run has, which on a CPU share it; `on_cpu`: it leaves GPUs alone. The others are as
+    those of `machine_of`. Raises UsageError for a GPU without known figures.
     """
     if cluster.gpu is None and cluster.scheduler is not Scheduler.none:  # it will run on other machines
         raise UsageError(
@@ -34,18 +41,39 @@ def machine_for(cluster: ClusterConf, measured: int | None = None, connected: in
             allowed=", ".join(sorted(by_gpu())),
             fix="name it with cluster.gpu=",
         )
-    whole = with_this_machine(cluster) if cluster.gpu is None else cluster
+    whole = cluster
+    lacks = ""
+    if cluster.gpu is None:
+        whole = with_this_machine(cluster, on_cpu)
+        kept = kept_constants(str(whole.gpu), ranks)
+        lacks = kept.lacks
+        if kept.constants is not None:
+            whole = kept.constants.over(whole, by_gpu().get(str(whole.gpu), {}))
     if whole.gib is None and whole.gpu == CPU:
         whole = replace(whole, gib=memory_here() / GIB)
-    return machine_of(
-        whole, measured=measured, limit_gib=cluster.gib, connected=connected, threads=threads_here()
+    machine = machine_of(
+        whole, measured=measured, limit_gib=cluster.gib, connected=connected, threads=threads_of(1)
     )
+    return replace(machine, lacks=lacks)
 
 
-def with_this_machine(cluster: ClusterConf) -> ClusterConf:
+def kept_of(run: RunConf, ranks: int) -> Kept | None:
+    """Returns what is kept of the machine that the run plans for; None of one that it names."""
+    if run.cluster.gpu is not None or run.cluster.scheduler is not Scheduler.none:
+        return None
+    return kept_constants(str(with_this_machine(run.cluster, plans_for_cpu(run)).gpu), ranks)
+
+
+def plans_for_cpu(run: RunConf) -> bool:
+    """Returns whether the run leaves the machine's GPUs alone."""
+    return run.placement.target_device == CPU
+
+
+def with_this_machine(cluster: ClusterConf, on_cpu: bool = False) -> ClusterConf:
     """Returns the cluster with this machine's GPUs, or its CPU."""
     here: dict[str, Any]
-    if gpus := gpus_here():
+    gpus = [] if on_cpu else gpus_here()
+    if gpus:
         least = min(gpus, key=lambda gpu: gpu.free or sys.maxsize)
         gpu = matching(least.name, list(by_gpu())) or least.name
         here = {"gpus": len(gpus), "gib": least.free / GIB if least.free else None}
@@ -57,11 +85,6 @@ def with_this_machine(cluster: ClusterConf) -> ClusterConf:
         gpu = CPU
         here = {"gpus": 1, "gib": memory_here() / GIB, "bf16": cpu_has_bf16()}
     return replace(cluster, gpu=gpu, **{key: here[key] for key in here if getattr(cluster, key) is None})
-
-
-def threads_here() -> int:
-    """Returns the number of threads of torch, by default."""
-    return given_threads() or cores_here()
 
 
 def cpu_has_bf16() -> bool:

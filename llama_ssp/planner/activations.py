@@ -106,7 +106,7 @@ def _norm(role: RolePart) -> int:
 def _attention(role: RolePart) -> int:
     """A token's queries, keys and values, before and after they are turned; one row's again; the outputs."""
     part = role.part
-    copies = 2 if part.family.qk_norm else 1
+    copies = 2 if part.sizes.qk_norm else 1
     turned = copies * (2 * part.query_width + 3 * part.key_width)
     return width(role.dtype) * (turned + 4 * part.query_width + part.dim)
 
@@ -123,6 +123,10 @@ def _feed_forward(role: RolePart) -> int:
     if part.expert_layers:
         chosen = w * (4 * part.dim + 6 * part.expert_ffn) + 2 * FP32 + 3 * INT
         routed = part.experts * (FP32 + w) + part.experts_per_token * chosen
+        if part.family.sigmoids:  # scores, corrected and masked, and groups'
+            routed += 4 * part.experts * FP32
+        if part.shared_ffn:
+            routed += w * ((part.family.mlp_states + 1) * part.shared_ffn + 2 * part.dim)
     return max(inside + w * (part.ffn + 2 * part.dim), routed)
 
 

@@ -82,11 +82,14 @@ def rank_memories(
         return tuple(_by_layers(machine, target, draft, place, work, compiled))
     capacity = machine.capacity_of(place.world)
     memories = []
+    known: dict[RankWork, tuple[MemoryLine, ...]] = {}  # most ranks hold as much as another
     for rank in range(place.world):
         rank_share = rank_work(target, draft, place, work, rank, machine.kernels, compiled)
-        libraries = library_lines(machine, place, rank)
-        lines = (*device_lines(rank_share), *libraries, *graph_lines(machine, rank_share))
-        memories.append(RankMemory(rank, lines, capacity))
+        of_size = rank_share.first_of_equal_size()
+        if of_size not in known:
+            libraries = library_lines(machine, place, rank)
+            known[of_size] = (*device_lines(of_size), *libraries, *graph_lines(machine, of_size))
+        memories.append(RankMemory(rank, known[of_size], capacity))
     return tuple(memories)
 
 

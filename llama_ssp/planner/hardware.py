@@ -41,6 +41,7 @@ class Machine:
     times: Times
     gpus_of_node: int = 1  # as the cluster's preset has them
     threads: int = 1  # of a CPU's kernels, each of which has scratch memory
+    lacks: str = ""  # why the times of this machine are not measured ones; empty of a named cluster
 
     @property
     def world(self) -> int:
@@ -55,6 +56,16 @@ class Machine:
     @property
     def is_cpu(self) -> bool:
         return self.gpu == CPU
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Returns whether its times are those of another CPU."""
+        return self.is_cpu and self.times.borrowed
+
+    @property
+    def constants_from(self) -> str:
+        """Returns where the constants of its times are from, and why not from this machine, if so."""
+        return f"{self.times.source}; {self.lacks}" if self.lacks else self.times.source
 
     def of_ranks(self, ranks: int) -> Machine:
         """Returns the part of the machine that so many ranks use. Raises UsageError where it has fewer."""
@@ -151,7 +162,12 @@ def machine_of(
         link=whole.link,
         taken=taken,
         times=times_of(
-            whole.times, whole.gb_s or 0.0, whole.tflops or 0.0, whole.link_gb_s, borrowed=is_borrowed
+            whole.times,
+            whole.gb_s or 0.0,
+            whole.tflops or 0.0,
+            whole.link_gb_s,
+            on_cpu=is_cpu,
+            borrowed=is_borrowed,
         ),
         gpus_of_node=_most_of_node(of_preset, whole),
         threads=threads,

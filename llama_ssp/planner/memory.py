@@ -1,5 +1,7 @@
 """The memory of one rank: weights, caches, what passes through in a round, CUDA graphs. No torch."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -81,6 +83,12 @@ class RankWork:
     @property
     def roles(self) -> tuple[RolePart, ...]:
         return tuple(part for part in (self.target, self.draft) if part is not None)
+
+    def first_of_equal_size(self) -> RankWork:
+        """Returns the work of the first rank whose parts are as large: it takes the same bytes."""
+        target = None if self.target is None else self.target.first_of_equal_size()
+        draft = None if self.draft is None else self.draft.first_of_equal_size()
+        return replace(self, target=target, draft=draft)
 
     @property
     def row_numbers(self) -> int:

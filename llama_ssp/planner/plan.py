@@ -255,7 +255,7 @@ def subject(request: PlanRequest, k: int) -> dict[str, Any]:
             "nodes": machine.nodes,
             "gpus_per_node": machine.gpus,
             "capacity_bytes": machine.capacity,
-            "constants_from": machine.times.source,
+            "constants_from": machine.constants_from,
         },
         "models": {role.role: {"name": role.model.name, "dtype": role.dtype.value} for role in request.roles},
         "workload": {

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llama_ssp.config import Dtype, Overlap, TimesConf
-from llama_ssp.models.layout import EMBEDDING, EXPERTS, POSITIONS
+from llama_ssp.models.layout import BUFFERS, EMBEDDING, EXPERTS, POSITIONS
 from llama_ssp.planner.rates import Rate, plain_rate, rate_of
-from llama_ssp.planner.storage import AS_THEY_ARE, BUFFERS, Storage, bytes_of, width
+from llama_ssp.planner.storage import AS_THEY_ARE, Storage, bytes_of, width
 from llama_ssp.planner.weights import ModelPart, held, weights
 from llama_ssp.planner.workload import Role
 from llama_ssp.speculative.draft_length import tokens_per_round
@@ -34,16 +34,21 @@ CALIBRATED_GB_S = 2039.0  # the data sheet's bandwidth of that GPU
 HOST_BYTES_PER_S = 1.7e9
 MESSAGE_S = 1e-4
 FLOPS_SHARE = 0.5  # of peak: what the GEMMs of a long prompt attain
-# How far off a prediction may be: with constants of this machine, or of one like the published one; with
-# constants of another machine, and for int8 and nf4, which the published runs do not use.
+# How far off a prediction may be (bench/plan_speed.py): with constants of a GPU like the published one; with
+# those that were measured on the same CPU; and with constants of another machine, or for int8 and nf4, which
+# the published runs do not use.
 BAND = 0.2
+CPU_BAND = 0.25
 WIDE_BAND = 0.5
 PASS_SUMS = 2  # collectives of a pass outside of layers: the embedding's sum, the head's logits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """The constants, in seconds; `band` is how far off a prediction may be. Fields as in TimesConf."""
+    """The constants, in seconds; `band` is how far off a prediction may be. Fields as in TimesConf.
+
+    `borrowed`: they are another CPU's.
+    """
 
     bytes_per_s: float
     flops_per_s: float
@@ -58,6 +63,7 @@ class Times:
     message: float
     band: float
     source: str
+    borrowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,20 @@ class PassCost:
         return self.experts * (1 - (1 - self.chosen) ** tokens)
 
 
-def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | None, borrowed: bool) -> Times:
-    """Returns the constants of a cluster; its own take precedence over the calibrated ones."""
+def times_of(
+    conf: TimesConf,
+    gb_s: float,
+    tflops: float,
+    link_gb_s: float | None,
+    *,
+    on_cpu: bool = False,
+    borrowed: bool = False,
+) -> Times:
+    """Returns the constants of a cluster; its own take precedence over the calibrated ones.
+
+    `borrowed`: they are another CPU's.
+    """
+    band = CPU_BAND if on_cpu else BAND
     attained = BYTES_PER_S / 1e9 / CALIBRATED_GB_S if conf.bandwidth_share is None else conf.bandwidth_share
     reduce = conf.all_reduce_us or {n: 1e6 * (SUM_S + SUM_S_PER_RANK * (n - 1)) for n in (2, 4, 8, 16)}
     return Times(
@@ -127,7 +145,8 @@ def times_of(conf: TimesConf, gb_s: float, tflops: float, link_gb_s: float | Non
         reduce=tuple((n, us / 1e6) for n, us in sorted(reduce.items())),
         link_per_s=(link_gb_s or 1e6) * 1e9,
         message=MESSAGE_S if conf.message_us is None else conf.message_us / 1e6,
-        band=WIDE_BAND if borrowed else BAND,
+        band=WIDE_BAND if borrowed else band,
+        borrowed=borrowed,
         source=conf.source or "published runs of Llama-2-7B on A100-80 (gpt-fast)",
     )
 

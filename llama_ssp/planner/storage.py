@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llama_ssp.config import Dtype
 from llama_ssp.models.formats.kept import PLAIN, Kept
 from llama_ssp.models.kernels.kernel_sizes import BLOCK
-from llama_ssp.models.layout import EMBEDDING, EXPERTS, HEAD, LAYERS, NORMS, POSITIONS
+from llama_ssp.models.layout import BUFFERS, EMBEDDING, EXPERTS, HEAD, LAYERS, NORMS, POSITIONS
 from llama_ssp.models.sharding import NF4_BLOCK
 
 # Codes that are made while loading.
@@ -29,7 +29,6 @@ NF4_TABLE = 16 * 4  # the sixteen values of nf4, in fp32, with every matrix of b
 
 # The groups of tensors.
 SCALES = "quantisation scales"
-BUFFERS = "buffers"
 WEIGHTS = (EMBEDDING, HEAD, LAYERS, EXPERTS, NORMS, SCALES, POSITIONS, BUFFERS)
 IN_LAYERS = LAYERS, EXPERTS, SCALES
 

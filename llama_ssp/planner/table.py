@@ -11,7 +11,6 @@ from llama_ssp.distributed.placement import spans
 from llama_ssp.planner.fit import FitVerdict, RankMemory, worst
 from llama_ssp.planner.plan import PARTS, Plan, parts
 from llama_ssp.planner.search import Option, PlanRequest, warnings_of_codes
-from llama_ssp.planner.speed import BAND
 from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import GIB
 
@@ -200,11 +199,11 @@ def _words(plan: Plan) -> Iterator[str]:
         yield f"{line}, at about {plan.eager_ms:.0f} ms/token"
     yield from warnings_of_codes(plan.request, plan.chosen.placement, plan.chosen.k)
     machine = plan.request.machine
-    yield f"times within {plan.band:.0%}, constants of {machine.times.source}"
+    yield f"times within {plan.band:.0%}, constants of {machine.constants_from}"
     if machine.nodes > 1 and not machine.is_cpu and plan.chosen.placement.world > machine.gpus:
         yield BETWEEN_NODES
-    if machine.is_cpu and machine.times.band > BAND:
-        yield "task=calibrate measures this machine's own"
+    if machine.is_borrowed:
+        yield "a run measures this machine when it ends, and llama-ssp calibrate does so more exactly"
     if plan.drafts and request.is_acceptance_assumed:
         yield f"acceptance {request.acceptance:.2f} is assumed; llama-ssp measure finds your pair's"
     if licences := _licences(plan):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.models.families import Family
 from llama_ssp.models.formats.kept import EXPERT, Kept
 from llama_ssp.models.layout import (
+    BUFFERS,
     EXPERTS,
     QUANTISED,
     Part,
@@ -26,9 +28,9 @@ from llama_ssp.models.layout import (
 from llama_ssp.models.sharding import length, vocab_share
 from llama_ssp.planner.storage import (
     AS_THEY_ARE,
-    BUFFERS,
     CPU,
     CUDA,
+    MADE,
     SCALES,
     UNIT,
     Storage,
@@ -148,6 +150,11 @@ class ModelPart:
         return length(self.share.expert_columns)
 
     @property
+    def shared_ffn(self) -> int:
+        """Counts the columns of the experts that all tokens go through."""
+        return length(self.share.shared_columns)
+
+    @property
     def rotary_width(self) -> int:
         """Returns how many numbers of a head are rotated."""
         return int(self.sizes.head_dim * self.family.rotary)
@@ -168,16 +175,22 @@ class ModelPart:
         return max(weight.count for weight in weights(replace(self, code_mix="")) if weight.linear)
 
 
-def weights(part: ModelPart, packed: bool = False, own_head: bool = False) -> Iterator[Weight]:
-    """Yields every parameter of the part. A tied head is the embedding, where that has the head's rows.
+@lru_cache(maxsize=4096)
+def weights(part: ModelPart, packed: bool = False, own_head: bool = False) -> tuple[Weight, ...]:
+    """Returns every parameter of the part. A tied head is the embedding, where that has the head's rows.
 
     `packed`: matrices are as a quantised checkpoint has them; `own_head`: a tied head has a copy of its own.
+    A search asks for the same parts again and again.
     """
+    return tuple(_weights(part, packed, own_head))
+
+
+def _weights(part: ModelPart, packed: bool, own_head: bool) -> Iterator[Weight]:
     mixed = packed and bool(part.code_mix)
     for product in _products(part):
         weight = _joined(part, product)
         row = product[0]
-        if row.part is Part.head and not (own_head or _has_head(part)):
+        if row.group == BUFFERS or (row.part is Part.head and not (own_head or _has_head(part))):
             continue
         if row.part in QUANTISED and mixed:
             pass  # in `_mixed`
@@ -260,11 +273,12 @@ def parameters(model: ModelConf) -> int:
 
 
 def buffers(part: ModelPart) -> list[int]:
-    """Returns the bytes of computed buffers: frequencies of positions, ids of a head's tokens."""
+    """Returns the bytes of buffers: frequencies of positions, ids of a head's tokens, and those of files."""
     if part.family.position_rows is not None:
         return []
     ids = [8 * part.vocab] if part.head_inputs and part.vocab < part.whole_vocab else []
-    return part.family.rotary_kinds * [4 * (part.rotary_width // 2)] + ids
+    stored = [4 * row.outputs for row in layout(part.sizes) if row.group == BUFFERS for _ in row.blocks or ()]
+    return part.family.rotary_kinds * [4 * (part.rotary_width // 2)] + ids + stored
 
 
 def held(part: ModelPart, dtype: Dtype, store: Storage = AS_THEY_ARE) -> dict[str, int]:
@@ -318,6 +332,12 @@ class RolePart:
             masks=part.family.masks(role.model.sliding_window),
             compiled=compiled,
         )
+
+    def first_of_equal_size(self) -> RolePart:
+        """Returns the first rank's part that holds as much. Of codes it also counts where a part begins."""
+        if self.dtype in (Dtype.packed, *MADE):
+            return self
+        return replace(self, part=replace(self.part, share=self.part.share.first_of_equal_size()))
 
     def store(self, cpu: bool) -> Storage:
         """Returns how a CPU or a GPU keeps its tensors."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from llama_ssp.batch.attempts import BEAT_S, STALE_S, Attempt, JournalThread, Shard
 from llama_ssp.batch.job import Job, job_of, require_good
-from llama_ssp.batch.journal import COSTS, ROWS, Journal
+from llama_ssp.batch.journal import COSTS, MACHINE, ROWS, Journal
 from llama_ssp.batch.preview import BYTES_PER_TOKEN
 from llama_ssp.batch.records import BROKEN, Refused, Request, answer, refusal
 from llama_ssp.config import BatchConf, Splitting
@@ -34,6 +34,7 @@ from llama_ssp.pair.run import RunSettings, Supply, run_figures, runs
 from llama_ssp.pair.session import PairSession
 from llama_ssp.pair.token_prompts import prompt_of
 from llama_ssp.placing.prediction import RunMeasurement
+from llama_ssp.placing.this_machine import kept_of
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.tables import figure
@@ -110,6 +111,7 @@ class BatchTask(Task[BatchConf]):
             )
             fix_k(pair, while_others_wait(ranks, partial(self._keep, pair)))
             pair.settle()
+            while_others_wait(ranks, partial(self._keep_trials, pair))
             self._engine = pair.engine(self._inputs.seed)
             self._settings = pair.run_settings(self._max_rows, is_clocked=False)
 
@@ -155,6 +157,8 @@ class BatchTask(Task[BatchConf]):
         self._job = job_of(self._inputs.run, self._inputs.pairs[0].files, self._inputs.seed)
         self._job.reopen()
         self._journal = begin(self._job, pair)
+        kept = kept_of(self._inputs.run, self._ranks.world)
+        self._journal.kept(MACHINE, kept.content if kept else {})
         self._journal.note(node=socket.gethostname(), ranks=self._ranks.world, gpus=gpus, began=time.time())
 
         standing = self._journal.standing()
@@ -186,10 +190,8 @@ class BatchTask(Task[BatchConf]):
         return rows, prompts, costs
 
     def _keep(self, pair: PairSession) -> dict[str, Any]:
-        """Stores trials and costs if this process is the job's first; returns the costs that were stored."""
+        """Stores costs if this process is the job's first; returns the costs that were stored."""
         assert self._journal is not None
-        tried = [placed.role for placed in pair.placements if placed.on_trial]
-        self._journal.keep_trials({role: pair.engines[role] for role in tried})
         if pair.costs is None:
             return {}
         usual = pair.costs.usual
@@ -200,6 +202,12 @@ class BatchTask(Task[BatchConf]):
             "later": usual.later.value,
         }
         return dict(self._journal.kept(COSTS, costs))
+
+    def _keep_trials(self, pair: PairSession) -> None:
+        """Stores the trials' verdicts if this process is the job's first; else they have to be the same."""
+        assert self._journal is not None
+        tried = [placed.role for placed in pair.placements if placed.on_trial]
+        self._journal.keep_trials({role: pair.engines[role] for role in tried})
 
     # What is written next. The leader runs these.
 
@@ -567,7 +575,10 @@ def begin(job: Job, pair: PairSession) -> Journal:
 def tokenised(record: Request, pair: PairSession) -> TokenRequest:
     """Returns the request as token ids. Raises Refused where the model cannot continue it."""
     text = TextPrompt(record.id, record.said, record.where)
-    task = replace(pair.run.task_as(BatchConf), max_new_tokens=record.max_new_tokens)
+    task = pair.run.task_as(BatchConf)
+    task = replace(
+        task, max_new_tokens=record.max_new_tokens, enable_thinking=None, template=dict(record.template)
+    )
     run = replace(pair.run, task=task)
     try:
         return TokenRequest(

@@ -1,4 +1,4 @@
-"""task=calibrate: checks this machine, and measures its constants, as a cluster that plans and runs can use.
+"""task=calibrate: checks this machine, and measures its constants, which plans and runs use from then on.
 
 The check (tasks/machine) comes first. Where it finds a fault nothing is measured.
 
@@ -7,9 +7,12 @@ squares to rounds of small synthetic models of several depths, widths and vocabu
 speculative: a constant's share of a round is what the plan's formula (planner/search.py) gives for that
 constant alone. The rounds go through the engine of every task, and all works are timed in turn, because
 machines drift.
+
+The first run on a machine does the same in a short form when it ends (first_measurement.py).
 """
 
 import logging
+import math
 import shlex
 import tempfile
 import time
@@ -53,10 +56,11 @@ from llama_ssp.pair.run import Run, RunSettings
 from llama_ssp.pair.session import PairSession
 from llama_ssp.placing.decision import as_asked
 from llama_ssp.placing.engine import step_rule
+from llama_ssp.placing.kept_constants import BY_CALIBRATE, is_switched_off, keep_constants, key_here
 from llama_ssp.placing.pairs import PairSpec
 from llama_ssp.placing.this_machine import machine_for
 from llama_ssp.planner.engine import of_constants
-from llama_ssp.planner.hardware import Machine, matching
+from llama_ssp.planner.hardware import Machine, by_gpu, matching
 from llama_ssp.planner.search import PlanRequest, round_times
 from llama_ssp.planner.speed import RoundTimes
 from llama_ssp.planner.storage import CPU
@@ -131,6 +135,21 @@ class Case:
     engine: Steps | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How exactly constants are measured: by which rounds of how many tokens, and by how many bytes.
+
+    Each is measured once, and then `repeats` times more, which alone count; but the first time counts where
+    half of `limit_s` is over by then.
+    """
+
+    cases: Sequence[Case]
+    new: int
+    streamed: int
+    repeats: int
+    limit_s: float = math.inf
+
+
 class CalibrateTask(Task[CalibrateConf]):
     """Measures on every rank, if the machine is fit; the leader writes the file."""
 
@@ -147,13 +166,16 @@ class CalibrateTask(Task[CalibrateConf]):
             return "done"
 
         log.info("measuring constants")
-        cluster, _ = measured(self._run, self._ranks, NAME, self._task.repeats)
+        device = device_of(self._run.placement.target_device, "placement.target_device")
+        effort = full_effort(device, self._task.repeats)
+        cluster, _ = measured(self._run, self._ranks, NAME, effort)
         file = place_of_constants(self._task)
         if self._ranks.is_leader:
             text = yaml.safe_dump(plain(cluster), sort_keys=False, allow_unicode=True, width=200)
             with writing("cluster", file, fix="choose another task.folder"):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(f"# {cluster.times.source}\n{text}", encoding="utf-8")
+            keep(cluster, self._ranks.world, BY_CALIBRATE)
         self._results.append({"cluster_file": str(file), "cluster": plain(cluster)})
         use = f"use it with --config-dir {shlex.quote(self._task.folder)} cluster={cluster.name}"
         log.info("wrote %s (%.1f GB/s, %.2f TFLOP/s): %s", file, cluster.gb_s, cluster.tflops, use)
@@ -181,19 +203,38 @@ def require_place(task: CalibrateConf) -> None:
             file.open("r+b").close()
 
 
+def full_effort(device: torch.device, repeats: int) -> Effort:
+    """Returns what a calibration takes: most of a minute on a CPU."""
+    return Effort(cases=cases(), new=NEW, streamed=STREAMED[device.type], repeats=repeats)
+
+
+def keep(cluster: ClusterConf, world: int, by: str) -> None:
+    """Keeps the constants for later plans of this machine; says so, or why it cannot."""
+    if is_switched_off():
+        return
+    gpu = CPU if cluster.gpu == CPU else matching(str(cluster.gpu), list(by_gpu())) or str(cluster.gpu)
+    try:
+        place = keep_constants(cluster, key_here(gpu, world), by)
+    except (OSError, RuntimeError) as error:
+        log.info("what was measured is not kept for later plans: %s", error)
+        return
+    log.info("plans of this machine go by it from now on: %s", place)
+
+
 def measured(
-    run: RunConf, ranks: Ranks, name: str, repeats: int, others: Sequence[Callable[[], float]] = ()
+    run: RunConf, ranks: Ranks, name: str, effort: Effort, others: Sequence[Callable[[], float]] = ()
 ) -> tuple[ClusterConf, list[float]]:
     """Returns the machine's constants, measured on all ranks at once, and the times of `others`, in turn."""
     device = device_of(run.placement.target_device, "placement.target_device")
     dtype = dtype_of(Dtype.auto, device, "model.dtype")
-    player = Player(run, ranks, NEW)
-    player.play(cases()[0])  # a first model brings libraries with it
+    player = Player(run, ranks, effort.new)
+    for case in effort.cases[:1]:
+        player.play(case)  # a first model brings libraries with it
     libraries = _libraries(device, player.held_bytes)
 
     side = SIDE[device.type]
     new = partial(torch.ones, dtype=TORCH_DTYPES[dtype], device=device)
-    count = max(STREAMED[device.type] // (side * side * TORCH_DTYPES[dtype].itemsize), 2)
+    count = max(effort.streamed // (side * side * TORCH_DTYPES[dtype].itemsize), 2)
     weights = [new(side, side) for _ in range(count)]
     multiplied = weights[: max(count // LONG_PART, 1)]
     residual = new(RESIDUAL).zero_()
@@ -207,9 +248,10 @@ def measured(
     ]
     works: list[Callable[[], float]] = [
         *(partial(elapsed_s, calls, ranks) for calls in calls_by_kind),
-        *(partial(player.median_round_s, case) for case in cases()),
+        *(partial(player.median_round_s, case) for case in effort.cases),
     ]
-    read_s, multiply_s, all_reduce_s, broadcast_s, *spent = in_turn([*works, *others], repeats)
+    taken_s = in_turn([*works, *others], effort.repeats, partial(has_time, ranks, effort.limit_s))
+    read_s, multiply_s, all_reduce_s, broadcast_s, *spent = taken_s
 
     where = describe(device)
     if device.type == "cpu":
@@ -234,18 +276,34 @@ def measured(
         graph_mib=libraries.graph_mib,
         gib=libraries.gib,
     )
-    rounds_s = spent[: len(cases())]
-    others_s = spent[len(cases()) :]
-    cluster.times = fitted(cluster, rounds_s, dtype, ranks.world)
+    rounds_s = spent[: len(effort.cases)]
+    others_s = spent[len(effort.cases) :]
+    if effort.cases:
+        cluster.times = fitted(cluster, effort.cases, rounds_s, dtype, ranks.world)
     return cluster, others_s
 
 
-def in_turn(works: Sequence[Callable[[], float]], repeats: int) -> list[float]:
-    """Returns each work's least figure, as disturbances only add; the first of each does not count."""
+def has_time(ranks: Ranks, limit_s: float, spent_s: float) -> bool:
+    """Returns whether the leader has as much time again as was spent; all ranks call it."""
+    (goes_on,) = ranks.broadcast_ints([int(2 * spent_s <= limit_s)])
+    return bool(goes_on)
+
+
+def in_turn(
+    works: Sequence[Callable[[], float]], repeats: int, goes_on: Callable[[float], bool] = lambda spent: True
+) -> list[float]:
+    """Returns each work's least figure, as disturbances only add; the first of each does not count.
+
+    It does where `goes_on` says no to the seconds that the first ones took.
+    """
+    began = now()
+    first = [work() for work in works]
+    if not goes_on(now() - began):
+        return first
     turns = list[list[float]]()
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         turns.append([work() for work in works])
-    return [min(figures) for figures in zip(*turns[1:], strict=True)]
+    return [min(figures) for figures in zip(*turns, strict=True)]
 
 
 def elapsed_s(works: Sequence[Callable[[], Any]], ranks: Ranks) -> float:
@@ -363,15 +421,17 @@ def cases() -> list[Case]:
     return result
 
 
-def fitted(cluster: ClusterConf, spent: list[float], dtype: Dtype, world: int) -> TimesConf:
-    """Returns the constants that explain the cases' rounds best; relative errors count."""
+def fitted(
+    cluster: ClusterConf, played: Sequence[Case], spent: list[float], dtype: Dtype, world: int
+) -> TimesConf:
+    """Returns the constants that explain the rounds of these cases best; relative errors count."""
     no_cost: dict[str, Any] = {**dict.fromkeys(FITTED, 0.0), "bandwidth_share": 1.0}
 
     def rounds(cost: dict[str, Any], conf: ClusterConf = cluster) -> Any:
         """Returns the cases' rounds, in seconds, if nothing but this constant has a cost besides bytes."""
         times = replace(conf.times, **{**no_cost, **cost})
         machine = machine_for(replace(conf, times=times))
-        return np.array([predicted(case, machine, dtype, world).round_s(case.k, 1.0) for case in cases()])
+        return np.array([predicted(case, machine, dtype, world).round_s(case.k, 1.0) for case in played])
 
     # measured = known + reading * (bytes - known) + the sum over constants of value * (what one unit adds)
     measured_s = np.array(spent)

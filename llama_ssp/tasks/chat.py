@@ -13,7 +13,7 @@ from llama_ssp.errors import DataError
 from llama_ssp.pair.conversation import STOPPED, Conversation
 from llama_ssp.pair.run import run_figures
 from llama_ssp.speculative.stats import Counts
-from llama_ssp.tasks.common import Task, pace_in_words
+from llama_ssp.tasks.common import ReplyScreen, Task, pace_in_words
 from llama_ssp.tasks.interactive import FENCE, Terminal, block_of, typed_lines, typed_while
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,10 @@ class ChatTask(Task[ChatConf]):
         limit = min(task.context, self._run.model.context)
         if not pair.tokens.has_template:
             log.warning("%s", NO_TEMPLATE)
+            if task.template_arguments:
+                log.warning(
+                    "without a template its arguments change nothing: %s", ", ".join(task.template_arguments)
+                )
         terminal = Terminal("> ", has_blocks=True) if self._ranks.is_leader else None
         lines = typed_lines(self._ranks, terminal)
         load = partial(pair.load, 1, limit)
@@ -101,19 +105,23 @@ class ChatTask(Task[ChatConf]):
 
     def _answer(self, talk: Conversation, text: str) -> None:
         """Streams the reply, then a line about it."""
-        begun = False
+        screen: ReplyScreen | None = None
         try:
             with GUARD.softened(talk.stop):
                 for piece in talk.reply(text):
-                    piece = piece if begun else piece.lstrip()
-                    begun = begun or bool(piece)
-                    self._write(piece)
+                    if screen is None:
+                        piece = piece.lstrip()
+                    if piece and screen is None:
+                        thoughts = talk.replies[-1].thoughts
+                        screen = ReplyScreen(self._console, thoughts, self._task.show_thinking)
+                    if screen is not None and self._run.output is Output.text:
+                        screen.write(piece)
         except DataError as problem:  # nothing was sent
             log.warning("%s", problem)
             return
         finally:
-            if begun:
-                self._write("\n")
+            if screen is not None and self._run.output is Output.text:
+                screen.end()
 
         reply = talk.replies[-1]
         figures = reply.counts.figures()
@@ -126,7 +134,3 @@ class ChatTask(Task[ChatConf]):
         else:
             level = logging.WARNING if reply.finish_reason == "context" else logging.INFO
             log.log(level, "%s", words)
-
-    def _write(self, text: str) -> None:
-        if self._run.output is Output.text:
-            self._console.write(text)

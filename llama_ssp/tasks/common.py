@@ -19,6 +19,7 @@ from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.text.prompts import TextPrompt
+from llama_ssp.text.thoughts import ThoughtStream
 
 Conf = TypeVar("Conf", bound=TaskConf)
 
@@ -94,6 +95,30 @@ class Task(Generic[Conf]):
         if self._ranks.is_leader:
             summary = self._folder.summary("", {**self.figures(), "gpus": [gpu.name for gpu in gpus_here()]})
             self._plot = plot(summary, name, self._folder.path)
+
+
+class ReplyScreen:
+    """Prints a text as it comes. Thoughts are dim, or left out; a terminal then says that there are some."""
+
+    def __init__(self, console: Console, thoughts: ThoughtStream, shows_thoughts: bool) -> None:
+        self._console = console
+        self._thoughts = thoughts
+        self._shows_thoughts = shows_thoughts
+        self._has_said = False  # that the model thinks
+
+    def write(self, piece: str, has_ended: bool = False) -> None:
+        """Prints the next piece; one that may be the beginning of a mark is held back until the next."""
+        for part in self._thoughts.take(piece, has_ended):
+            if self._shows_thoughts or not part.is_thought:
+                self._console.write(part.text, is_dim=part.is_thought)
+            elif self._console.is_terminal and not self._has_said:
+                self._console.write("thinking ...\n", is_dim=True)
+                self._has_said = True
+
+    def end(self) -> None:
+        """Prints what was held back, and ends the line."""
+        self.write("", has_ended=True)
+        self._console.write("\n")
 
 
 def memory_of_ranks(held: int, device: torch.device, ranks: Ranks) -> list[Bytes]:

@@ -15,7 +15,6 @@ from llama_ssp.pair.assembly import ModelCache
 from llama_ssp.pair.requests import require_numbers
 from llama_ssp.pair.run import Run, run_figures
 from llama_ssp.pair.session import PairSession, regular
-from llama_ssp.pair.token_prompts import usable
 from llama_ssp.placing.pairs import PairSpec
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import RunFolder
@@ -97,8 +96,7 @@ class EvalTask(Task[EvalConf]):
             block = list[tuple[Question, Prompt]]()
             for question in question_block:
                 text = TextPrompt(question.id, question.text, f"task.shots, seed {question.seed}")
-                prompt = usable(text, pair.tokens.encode(text.text), pair.tokens, pair.run)
-                block.append((question, prompt))
+                block.append((question, pair.prompt(text)))
             blocks.append(block)
 
         length = longest(prompt for block in blocks for _, prompt in block)

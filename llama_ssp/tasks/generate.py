@@ -18,7 +18,7 @@ from llama_ssp.report.terminal import rich_console
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Step
 from llama_ssp.speculative.stats import Counts, RowStep
-from llama_ssp.tasks.common import Task, longest, output_of, pace_in_words
+from llama_ssp.tasks.common import ReplyScreen, Task, longest, output_of, pace_in_words
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.text.logprobs import plain, spelled
 from llama_ssp.text.prompts import TextPrompt
@@ -78,7 +78,7 @@ class GenerateTask(Task[GenerateConf]):
             return
 
         first = len(self._results)
-        stream = _Stream(self._console, texts, replies, first, self._task.chat)
+        stream = _Stream(self._console, texts, replies, first, self._task, tokens)
         try:
             for step in text_run.rounds():
                 ended = [row.row for row in step.rows if row.finish]
@@ -130,24 +130,33 @@ class _Stream:
     """
 
     def __init__(
-        self, console: Console, prompts: list[TextPrompt], replies: dict[int, Reply], first: int, chat: bool
+        self,
+        console: Console,
+        prompts: list[TextPrompt],
+        replies: dict[int, Reply],
+        first: int,
+        task: GenerateConf,
+        tokens: Tokens,
     ) -> None:
         self._console = console
         self._prompts = prompts
         self._replies = replies
-        self._chat = chat
+        self._task = task
+        self._tokens = tokens
         self._next = first
-        self._begun = False
+        self._screen: ReplyScreen | None = None  # of the text that is being written
 
     def show(self) -> None:
         """Prints what is new of the first unfinished text, and of those after it as it ends."""
         while reply := self._replies.get(self._next):
             ended = reply.finish_reason is not None
             piece = reply.printable(ended)
-            if not self._begun and self._console.is_terminal:
-                self._console.write(self._heading(self._prompts[self._next]), is_dim=True)
-            self._begun = True
-            self._console.write(piece)
+            if self._screen is None:
+                if self._console.is_terminal:
+                    self._console.write(self._heading(self._prompts[self._next]), is_dim=True)
+                thoughts = self._tokens.thought_stream(reply.request.prompt.token_ids)
+                self._screen = ReplyScreen(self._console, thoughts, self._task.show_thinking)
+            self._screen.write(piece)
             if not ended:
                 return
             self.end()
@@ -156,14 +165,14 @@ class _Stream:
     def _heading(self, prompt: TextPrompt) -> str:
         """The prompt: of a chat as a paragraph, else as the beginning of the text."""
         name = f"--- {prompt.id}\n" if len(self._prompts) > 1 else ""
-        end = "\n" if self._chat else ""
+        end = "\n" if self._task.chat else ""
         return f"{name}{prompt.text}{end}"
 
     def end(self) -> None:
         """Ends the line that is being written, if any."""
-        if self._begun:
-            self._console.write("\n")
-        self._begun = False
+        if self._screen is not None:
+            self._screen.end()
+        self._screen = None
 
 
 def scores_in_words(scores: list[dict[str, Any]]) -> str:

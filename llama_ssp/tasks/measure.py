@@ -202,7 +202,10 @@ class MeasuredPair:
         messages = list[Message]()
         for turn, answer in zip(earlier_turns, answers, strict=False):
             messages.append({"role": "user", "content": turn})
-            messages.append({"role": "assistant", "content": answer})
+            if self._task.chat:
+                messages.append(self.pair.tokens.thoughts.message(answer))
+            else:
+                messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": text})
 
         whole = "\n\n".join(message["content"] for message in messages)

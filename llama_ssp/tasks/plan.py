@@ -1,7 +1,7 @@
 """task=plan: from the configuration to a plan, printed, drawn and kept. No torch, no weights, no GPU."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -12,10 +12,12 @@ from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.validation import listed
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DISTRIBUTED, FAILED_CHECK, OK, ModelError, StorageError, UsageError
-from llama_ssp.models.checkpoint import folder_at_hand, inspect
+from llama_ssp.models.checkpoint import SHIPPED, folder_at_hand, inspect, read_config
 from llama_ssp.models.families import TESTED
 from llama_ssp.models.folder import weights_here
 from llama_ssp.models.sharding import is_planned
+from llama_ssp.models.support import line as support_line
+from llama_ssp.models.wrapped import WHOLE
 from llama_ssp.placing.decision import RunDecision
 from llama_ssp.placing.pairs import PairSpec, pair_files, require_head, require_own_ranks, require_whole
 from llama_ssp.placing.request import PairFiles, has_another_size, is_free, request_for
@@ -193,9 +195,21 @@ def execute(
             _show(plan, console)
             if plan.runs:
                 console.line(to_paste(command))
+            for folder_line in folder_lines(run):
+                console.line(folder_line)
         console.document(summary, run.output)
     failed = task.require_fit and plan.verdict is not FitVerdict.fits
     return FAILED_CHECK if failed else OK
+
+
+def folder_lines(run: RunConf) -> Iterator[str]:
+    """Gives a line for each model of a folder: how its architecture runs, and what may draft for it."""
+    for role, model in ((TARGET, run.model), (DRAFT, run.draft)):
+        if model is None or model.path is None or model.path.startswith(SHIPPED) or model.is_head:
+            continue
+        folder = folder_at_hand(model)
+        whole = read_config(folder).get(WHOLE) if folder is not None else None
+        yield support_line(role, model.name, model.family, whole)
 
 
 def _run_folder(run: RunConf, place: Path | None) -> RunFolder:

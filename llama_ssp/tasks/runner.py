@@ -33,6 +33,7 @@ from llama_ssp.tasks.chat import ChatTask
 from llama_ssp.tasks.common import Task, memory_of_ranks
 from llama_ssp.tasks.compare import CompareTask
 from llama_ssp.tasks.eval import EvalTask
+from llama_ssp.tasks.first_measurement import measure_first
 from llama_ssp.tasks.generate import GenerateTask
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.machine.check import check_machine
@@ -69,6 +70,8 @@ def execute(inputs: RunInputs) -> int:
 
     with first_cause(ranks):
         code = _run(inputs, ranks)
+        if code == OK:
+            measure_first(inputs.run, ranks)
         ranks.close()
     return code
 

@@ -127,6 +127,10 @@ class HeaderTokenizer:
         self.backend_tokenizer.encode_special_tokens = split_special_tokens
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def get_chat_template(self, tools: Any = None) -> Any:
+        """Returns the template, which is the same with `tools`."""
+        return self.chat_template
+
     @cached_property
     def apply_chat_template(self) -> Any:
         """transformers' way to write a conversation as a text."""

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from llama_ssp.text.compatibility import Diagnosis, pair
 from llama_ssp.text.detokenizer import Stop
 from llama_ssp.text.gguf_tokenizer import HeaderTokenizer, require_same_tokens
 from llama_ssp.text.template_trial import excess_of
+from llama_ssp.text.thoughts import USUAL, Thoughts, ThoughtStream, thoughts_of
 from llama_ssp.text.vocabulary import (
     Vocabulary,
     ends_with_token,
@@ -32,11 +33,14 @@ from llama_ssp.text.vocabulary import (
 log = logging.getLogger(__name__)
 
 PIECES = "tokenizer.model"  # of SentencePiece or tiktoken, where there is no tokenizer.json
-MARK = "\ue000"  # encloses the placeholder of each message, to find it in a rendered template
+# Enclose the name of a special token that a message has, to find it in a rendered template.
+BEGIN_MARK = "\ue000"
+END_MARK = "\ue001"
+MARK_TOKENS = 32  # at the end of a prompt, which show whether it begins a thought
 WORD = "7046215937"  # begins a message that no template rewrites, to see whether it is rendered at all
 
 
-Message = dict[str, str]  # its role and its content
+Message = dict[str, str]  # its role and its content, and what was thought where the template reads that
 
 
 class Tokens:
@@ -58,6 +62,16 @@ class Tokens:
         """Returns the meaning of the ids; None for bytes."""
         return None
 
+    @cached_property
+    def thoughts(self) -> Thoughts:
+        """Returns how the model marks what it thinks."""
+        return USUAL
+
+    def thought_stream(self, prompt: Sequence[int]) -> ThoughtStream:
+        """Returns what divides the text after this prompt into thoughts and answer."""
+        end = self.decode(list(prompt[-MARK_TOKENS:]))
+        return ThoughtStream(self.thoughts, begins=self.thoughts.are_open_after(end))
+
     @property
     def has_template(self) -> bool:
         """Returns whether there is a chat template, so that `chat` can be called."""
@@ -71,7 +85,7 @@ class Tokens:
         return [byte % self.size for byte in text.encode()]
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the text of these tokens; special ones have none."""
+        """Returns the text of these tokens; special ones have none, except those that mark thoughts."""
         return "".join(chr(i) if 32 <= i < 127 or i == 10 else f"<{i}>" for i in ids)
 
     def stops(self, texts: Sequence[str]) -> list[Stop]:
@@ -83,16 +97,19 @@ class Tokens:
         text = self.decode([token_id])
         return text, text.encode()
 
-    def rendered(self, messages: list[Message], goes_on: bool = False) -> str:
+    def rendered(
+        self, messages: list[Message], goes_on: bool = False, arguments: Mapping[str, Any] = {}
+    ) -> str:
         """Returns a conversation as text, by the model's own template, up to the model's answer.
 
-        With `goes_on` its last message is left open. Raises DataError.
+        `arguments` are the template's own, such as enable_thinking. With `goes_on` the last message is left
+        open. Raises DataError.
         """
         raise DataError("synthetic models have no chat template", fix="use task.chat=false")
 
-    def chat(self, messages: list[Message]) -> list[int]:
+    def chat(self, messages: list[Message], arguments: Mapping[str, Any] = {}) -> list[int]:
         """Returns the ids of the text that `rendered` returns."""
-        return self.encode(self.rendered(messages), special=True, begin=False)
+        return self.encode(self.rendered(messages, arguments=arguments), special=True, begin=False)
 
 
 class HubTokens(Tokens):
@@ -101,6 +118,7 @@ class HubTokens(Tokens):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._warned = False
+        self._looked_up = set[str]()  # arguments: whether the template reads them has been said
         self._tried = False  # whether the template has rendered a conversation within its bounds
         self._lock = threading.Lock()  # a tokenizer keeps a call's split_special_tokens for the next one
 
@@ -127,7 +145,10 @@ class HubTokens(Tokens):
             self.end_ids = frozenset({self._tokenizer.eos_token_id})
         self.bos_id = self._tokenizer.bos_token_id
         self.size = 1 + max(ids.values())
-        self.template = str(self._tokenizer.chat_template or "")
+        template = self._tokenizer.chat_template or ""
+        if isinstance(template, dict):  # several, by name
+            template = template.get("default") or next(iter(template.values()), "")
+        self.template = str(template)
 
     def _warn_of_twins(self, ids: dict[str, int]) -> None:
         """Warns of words with one id; of renamed tokens a model's files keep the old names, too."""
@@ -151,8 +172,17 @@ class HubTokens(Tokens):
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        skips = not self._special_of_thoughts
+        if not skips:
+            hidden = self._special_ids - self._special_of_thoughts
+            ids = [token_id for token_id in ids if token_id not in hidden]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skips)
         return text
+
+    @cached_property
+    def thoughts(self) -> Thoughts:
+        names = {str(token) for token in self._tokenizer.added_tokens_decoder.values()}
+        return thoughts_of(self.template, names)
 
     def stops(self, texts: Sequence[str]) -> list[Stop]:
         return [*texts, *(self._special[text] for text in texts if text in self._special)]
@@ -164,42 +194,82 @@ class HubTokens(Tokens):
             return known.names.get(token_id, ""), None
         return letters.decode("utf-8", "replace"), letters
 
-    def chat(self, messages: list[Message]) -> list[int]:
-        """Reads special tokens of the template as such; those in the messages are text."""
-        rendered = self.rendered(messages)
-        typed = [message["content"] for message in messages]
-        if self._special_in(typed) is None:
+    def chat(self, messages: list[Message], arguments: Mapping[str, Any] = {}) -> list[int]:
+        """Reads special tokens of the template, and of its arguments, as such; those in messages are text."""
+        rendered = self.rendered(messages, arguments=arguments)
+        marked = [self._marked(message) for message in messages]
+        if marked == messages:
             return self.encode(rendered, special=True, begin=False)
 
-        # Rendered once more with a mark in each message's place, which shows where the messages stand.
-        marks = [f"{MARK}{n}{MARK}" for n in range(len(messages))]
-        frame = self.rendered([{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)])
-        pieces = re.split(f"({'|'.join(marks)})", frame)
-        for trim in (str, str.strip):  # templates insert a message unchanged, or stripped
-            contents = {mark: trim(content) for mark, content in zip(marks, typed, strict=True)}
-            if "".join(contents.get(piece, piece) for piece in pieces) == rendered:
-                token_ids = list[int]()
-                for piece in pieces:
-                    is_frame = piece not in contents
-                    token_ids += self.encode(contents.get(piece, piece), special=is_frame, begin=False)
-                return token_ids
+        # Rendered once more with marks around the names of special tokens, which shows where they are typed.
+        pieces = self._typed.split(self.rendered(marked, arguments=arguments))
+        if "".join(pieces) != rendered:
+            raise DataError(
+                "the prompt names special tokens, and the chat template rewrites the prompt",
+                where="task.chat=true",
+                found=next(iter(self._named_in(messages)), ""),
+                fix="take the special token out of the prompt",
+            )
+        token_ids = list[int]()
+        for number, piece in enumerate(pieces):
+            is_typed = number % 2 == 1  # a name, between two pieces of other text
+            if number:
+                token_ids += self._encode_within(piece, special=not is_typed)
+            else:
+                token_ids += self.encode(piece, special=True, begin=False)
+        return token_ids
 
-        raise DataError(
-            "the prompt names special tokens, and the chat template rewrites the prompt",
-            where="task.chat=true",
-            found=self._special_in(typed),
-            fix="take the special token out of the prompt",
-        )
+    def _marked(self, message: Message) -> Message:
+        """Returns the message with marks around the names of special tokens in it.
 
-    def _special_in(self, texts: list[str]) -> str | None:
-        """Returns a special token that is named in the texts."""
-        return next((name for name in self._special if any(name in text for text in texts)), None)
+        Those that mark a thought are tokens in what the model has said itself.
+        """
+
+        def mark(match: re.Match[str]) -> str:
+            is_thought = message["role"] == "assistant" and self.thoughts.has(match[0])
+            return match[0] if is_thought else f"{BEGIN_MARK}{match[0]}{END_MARK}"
+
+        texts = {key: self._names.sub(mark, text) for key, text in message.items() if key != "role"}
+        return {**message, **texts}
+
+    def _named_in(self, messages: list[Message]) -> list[str]:
+        """Returns the special tokens that the messages name."""
+        return [name for message in messages for name in self._names.findall(message["content"])]
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        """Returns what finds the names of special tokens: where one begins another, the longer one."""
+        names = sorted(self._special, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+    @cached_property
+    def _typed(self) -> re.Pattern[str]:
+        """Returns what finds such names between marks."""
+        return re.compile(f"{BEGIN_MARK}({self._names.pattern}){END_MARK}")
+
+    def _encode_within(self, piece: str, special: bool) -> list[int]:
+        """Returns the ids of a later piece of a text: SentencePiece would begin a text with a blank."""
+        line_end = self.encode("\n", begin=False)
+        ids = self.encode(f"\n{piece}", special=special, begin=False)
+        if ids[: len(line_end)] == line_end:
+            return ids[len(line_end) :]
+        return self.encode(piece, special=special, begin=False)
 
     @cached_property
     def _special(self) -> dict[str, int]:
         """Returns the ids of special tokens by name: of all, not only those with a role."""
         added = self._tokenizer.added_tokens_decoder
         return {str(token): token_id for token_id, token in added.items() if token.special}
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self._special.values())
+
+    @cached_property
+    def _special_of_thoughts(self) -> frozenset[int]:
+        """Returns the special tokens that mark thoughts, which texts keep."""
+        kept = {token_id for name, token_id in self._special.items() if self.thoughts.has(name)}
+        return frozenset(kept - self.end_ids)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -215,7 +285,9 @@ class HubTokens(Tokens):
         result = vocabulary_of(content, ids, bare, self.encode, self.end_ids)
         return result if backend is not None else replace(result, notation=notation_guessed(list(ids)))
 
-    def rendered(self, messages: list[Message], goes_on: bool = False) -> str:
+    def rendered(
+        self, messages: list[Message], goes_on: bool = False, arguments: Mapping[str, Any] = {}
+    ) -> str:
         where = "task.chat=true"
         without = "use task.chat=false"
         if not self.has_template:
@@ -225,7 +297,11 @@ class HubTokens(Tokens):
 
         def render() -> str:
             text: str = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False
+                messages,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                tokenize=False,
+                **arguments,
             )
             return text
 
@@ -241,35 +317,58 @@ class HubTokens(Tokens):
             self._tried = True
         try:
             rendered = render()
+            self._warn_of_unread(arguments)
         except Exception as error:  # a template may raise anything
+            suspects = ["the system message"] if messages[0]["role"] == "system" else []
+            suspects += ["task.template"] if arguments else []
             raise DataError(
                 "the model's chat template refuses the prompt",
                 where=where,
                 found=str(error)[:200] or type(error).__name__,
-                fix=f"leave out task.system, or {without}",
+                fix=", or ".join([*(f"leave out {suspect}" for suspect in suspects), without]),
             ) from None
 
-        if any(m["role"] == "system" and m["content"].strip() not in rendered for m in messages):
+        changed = [m for m in messages if m["role"] != "assistant" and m["content"].strip() not in rendered]
+        left_out = {message["role"] for message in changed if message["content"].startswith(WORD)}
+        if "system" in left_out:
             raise DataError(
                 "the model's chat template leaves the system prompt out",
-                where="task.system",
-                fix="leave out task.system, or begin the prompt with it",
+                where=self._path,
+                fix="leave out the system message, or begin the prompt with it",
             )
-        changed = [m for m in messages if m["role"] == "user" and m["content"].strip() not in rendered]
-        if any(m["content"].startswith(WORD) for m in changed):
+        if left_out:
             raise DataError(
                 "the model's chat template leaves the prompt out",
                 where=self._path,
                 fix=f"correct chat_template in tokenizer_config.json, or {without}",
             )
         if changed:  # a template may rewrite a message: WORD in its place shows whether it is rendered
-            self.rendered(
-                [{**m, "content": f"{WORD}{n}"} if m in changed else m for n, m in enumerate(messages)]
-            )
+            probes = [{**m, "content": f"{WORD}{n}"} if m in changed else m for n, m in enumerate(messages)]
+            self.rendered(probes, arguments=arguments)
             if not self._warned:
                 log.warning("the chat template of %s changes the words of prompts", self._path)
             self._warned = True
         return rendered
+
+    def _warn_of_unread(self, arguments: Mapping[str, Any]) -> None:
+        """Warns, once of each, of arguments that the template does not read: transformers ignores them."""
+        new = arguments.keys() - self._looked_up
+        if not new:
+            return
+        self._looked_up |= new
+        template = self._tokenizer.get_chat_template(tools=arguments.get("tools"))
+        if unread := sorted(new - variables_of(template)):
+            names = ", ".join(unread)
+            log.warning("the chat template of %s does not read %s: it changes nothing", self._path, names)
+
+
+def variables_of(template: str) -> frozenset[str]:
+    """Returns the names that a chat template reads and does not set itself."""
+    from jinja2.meta import find_undeclared_variables
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment = _compile_jinja_template(template).environment  # with transformers' own tags
+    return frozenset(find_undeclared_variables(environment.parse(template)))
 
 
 def _of_folder(folder: Path) -> Any:

@@ -89,7 +89,7 @@ def test_a_model_is_refused_for_what_cannot_be_split():
     require_split(replace(SMALL, dtype=Dtype.int8), 4)
     require_split(replace(SMALL, dtype=Dtype.nf4, dim=64, head_dim=64, ffn=256), 4)
     for changes, kind, found in (
-        ({"family": "cohere"}, ModelError, "cohere"),
+        ({"family": "olmo"}, ModelError, "olmo"),
         ({"n_heads": 3, "n_kv_heads": 3}, DistributedError, "3 heads"),
         ({"family": "mixtral", "experts": 2, "expert_ffn": 3}, DistributedError, "3 over 4 ranks"),
     ):

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -256,6 +257,19 @@ def test_a_trial_counts_from_when_its_process_is_ready(
     assert tried.file.exists() == kept
 
 
+def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """It waits for a driver that hangs: the run would wait with it."""
+    monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(trial, "TRIAL_S", 0.5)
+    monkeypatch.setattr(trial, "KILLED_S", 0.5)
+    monkeypatch.setattr(trial, "COMMAND", [*FAILS, "echo ready; exec sleep 60"])
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda _: None)
+    tried = Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ALONE)
+    began = time.monotonic()
+    assert not tried.passes() and tried.verdict == "no answer in 0.5 s"
+    assert time.monotonic() - began < 30
+
+
 def test_a_trial_that_still_compiles_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The small process itself says that it is ready when it has compiled, and not before."""
     monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
@@ -311,7 +325,7 @@ def test_no_small_process_is_started_on_a_gpu_that_admits_none(
     monkeypatch.setattr(trial, "gpu_of", lambda _: "1")
     monkeypatch.setattr(trial, "gpus_here", lambda: gpus)
     monkeypatch.setattr(Trial, "__post_init__", lambda self: setattr(self, "file", tmp_path / "verdict"))
-    monkeypatch.setattr(Trial, "_run", lambda _, most_s: ("no", False))
+    monkeypatch.setattr(Trial, "_run", lambda _, limit_s: ("no", False))
     tried = Trial(name="m", dtype=Dtype.fp32, device=torch.device("cuda:0"), ranks=Two())
     assert not tried.passes() and not tried.file.exists()
     said = (
@@ -320,19 +334,19 @@ def test_no_small_process_is_started_on_a_gpu_that_admits_none(
     assert (said in str(tried)) == any(modes) == ("trying compiled steps" not in caplog.text)
 
 
-@pytest.mark.parametrize("most_s", [0.5, 600.0], ids=["cut short", "its own limit"])
+@pytest.mark.parametrize("limit_s", [0.5, 600.0], ids=["cut short", "its own limit"])
 def test_a_trial_that_is_cut_short_has_no_verdict(
-    most_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    limit_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """Though it came to its first step: with more time it may pass."""
     monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(trial, "TRIAL_S", 1.0)
     monkeypatch.setattr(trial, "COMMAND", [*FAILS, "echo ready; sleep 9"])
     attempt = Trial(name="m", dtype=Dtype.fp32, device=CPU, ranks=ALONE)
-    assert not attempt.passes(most_s)
-    is_cut_short = most_s < 1.0
+    assert not attempt.passes(limit_s)
+    is_cut_short = limit_s < 1.0
     assert (attempt.is_lasting, attempt.file.exists()) == (not is_cut_short, not is_cut_short)
-    assert attempt.verdict == f"no answer in {min(most_s, 1.0):g} s"
+    assert attempt.verdict == f"no answer in {min(limit_s, 1.0):g} s"
 
 
 def test_the_command_of_the_trial_runs_from_a_checkout_in_any_folder(

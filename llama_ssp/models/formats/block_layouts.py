@@ -1,4 +1,4 @@
-"""Formats that store 4-bit codes in blocks: bitsandbytes' nf4 and fp4, and MXFP4 of stacked experts."""
+"""Formats that store 4-bit codes in blocks: bitsandbytes' nf4 and fp4, NVFP4, MXFP4 of stacked experts."""
 
 import json
 import math
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llama_ssp.models.formats.coded import Coded, Codes, joined, values
 from llama_ssp.models.formats.layouts import Matrix, Stored
+from llama_ssp.models.formats.quantised_config import NVFP4_GROUP
 from llama_ssp.models.sharding import COLUMNS, Cut, Span
 
 STATE = ".weight.quant_state.bitsandbytes__"
@@ -71,6 +72,37 @@ class FourBit(Matrix):
         table = self.stored[".weight.nested_quant_map"].read().float()
         blocks = torch.arange(*span) // int(self.state["nested_blocksize"])
         return table[scales.int()] * outer[blocks] + float(self.state["nested_offset"])
+
+
+class Nvfp4(Matrix):
+    """Two codes in a byte, a scale in FP8 for 16 inputs, and one scale of the whole matrix in fp32.
+
+    compressed-tensors stores what the weights are divided by, and modelopt what they are multiplied by.
+    """
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        super().__init__(stored)
+        self.divides = ".weight_global_scale" in stored
+        self.codes = stored[".weight_packed" if self.divides else ".weight"]
+        self.scale = stored[".weight_scale"]
+        self.whole = stored[".weight_global_scale" if self.divides else ".weight_scale_2"]
+        if self.codes.dtype != "U8" or len(self.codes.shape) != 2:
+            raise self.codes.wrong("the type", f"{self.codes.dtype} {self.codes.shape}", "U8, two dimensions")
+        outputs, half = self.codes.shape
+        self.shape = (outputs, 2 * half)
+        groups = -(-2 * half // NVFP4_GROUP)
+        self.scale.require("the shape", (self.scale.dtype, self.scale.shape), ("F8_E4M3", (outputs, groups)))
+        self.whole.require("the shape", (self.whole.dtype, math.prod(self.whole.shape)), ("F32", 1))
+        self.kind = Codes("e2m1", NVFP4_GROUP)
+        self.borders = (1, NVFP4_GROUP)
+
+    def block(self, rows: Span, columns: Span) -> Coded:
+        groups = (columns[0] // NVFP4_GROUP, -(-columns[1] // NVFP4_GROUP))
+        scale_NG = self.scale.read(rows, groups).float()
+        whole = self.whole.read().flatten()
+        scale_NG = scale_NG / whole if self.divides else scale_NG * whole
+        codes_NC = self.codes.read(rows, (columns[0] // 2, -(-columns[1] // 2))).clone()
+        return Coded(kind=self.kind, inputs=columns[1] - columns[0], codes_NC=codes_NC, scale_NG=scale_NG)
 
 
 class Mxfp4Experts(Matrix):

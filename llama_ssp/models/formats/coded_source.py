@@ -7,11 +7,12 @@ from torch import Tensor
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.folder import REFETCH
-from llama_ssp.models.formats.block_layouts import STATE, FourBit, Mxfp4Experts
+from llama_ssp.models.formats.block_layouts import STATE, FourBit, Mxfp4Experts, Nvfp4
 from llama_ssp.models.formats.coded import Coded
 from llama_ssp.models.formats.layouts import Awq, Gptq, Matrix, PackQuantized, Scaled, Stored
 from llama_ssp.models.formats.quantised_config import PLAIN, QuantisedConfig
-from llama_ssp.models.safetensors_io import FileSource, model_name
+from llama_ssp.models.layout import model_name
+from llama_ssp.models.safetensors_io import FileSource, NameOf
 from llama_ssp.models.sharding import Cut
 
 # Of LLM.int8: 1/127, rounded as in bitsandbytes' own decoding of stored matrices. `LLM_INT8` of
@@ -24,6 +25,8 @@ PART_ENDS = [
     ".weight_packed",
     ".weight_scale",
     ".weight_scale_inv",
+    ".weight_scale_2",
+    ".weight_global_scale",
     ".weight_zero_point",
     "_blocks",
     ".weight_shape",
@@ -44,6 +47,7 @@ PART_ENDS = [
 # Scales of KV caches and of activations, which are not quantised here.
 UNUSED: tuple[str, ...] = (
     ".input_scale",
+    ".input_global_scale",
     ".input_zero_point",
     ".output_scale",
     ".output_zero_point",
@@ -60,6 +64,8 @@ EXPONENTS = ("U8", "F8_E8M0")  # of two, a byte each
 TYPES: dict[str, tuple[str, ...]] = {
     ".weight_scale": (*FLOATS, *EXPONENTS),
     ".weight_scale_inv": (*FLOATS, *EXPONENTS),
+    ".weight_scale_2": ("F32",),
+    ".weight_global_scale": ("F32",),
     ".scales": FLOATS,
     ".SCB": ("F32",),
     ".weight.absmax": ("F32", "U8"),
@@ -78,10 +84,10 @@ class CodedSource(FileSource):
         known: Collection[str],
         prefix: str,
         config: QuantisedConfig,
-        wrapped: bool = False,
+        name_of: NameOf,
     ) -> None:
-        """`known`, `prefix` and `wrapped`: as of a FileSource; `config`: of the folder's config.json."""
-        super().__init__(folder, known, prefix, wrapped)
+        """`known`, `prefix` and `name_of`: as of a FileSource; `config`: of the folder's config.json."""
+        super().__init__(folder, known, prefix, name_of)
         self._matrices: dict[str, Matrix] = {}
         for name in [name for name in self._places if name.endswith(UNUSED)]:
             self._drop(name)
@@ -93,7 +99,7 @@ class CodedSource(FileSource):
                 self._drop(stem + end)
             disk_name = stem if STACKED_CODES in stored else f"{stem}.weight"
             name = model_name(disk_name, known, prefix)
-            matrix = _matrix(stored, config)
+            matrix = _matrix(stored, config.of_layer(stem))
             self._matrices[name] = matrix
             self.shapes[name] = tuple(matrix.shape)
 
@@ -134,12 +140,12 @@ class CodedSource(FileSource):
 
 
 def source_of(
-    folder: Path, known: Collection[str], prefix: str, config: QuantisedConfig | None, wrapped: bool = False
+    folder: Path, known: Collection[str], prefix: str, config: QuantisedConfig | None, name_of: NameOf
 ) -> FileSource:
     """Returns the open weights of a folder, plain or quantised; see FileSource."""
     if config is None:
-        return FileSource(folder, known, prefix, wrapped)
-    return CodedSource(folder, known, prefix, config, wrapped)
+        return FileSource(folder, known, prefix, name_of)
+    return CodedSource(folder, known, prefix, config, name_of)
 
 
 def _matrix(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
@@ -164,7 +170,10 @@ def _require_types(stored: dict[str, Stored]) -> None:
     twice = [end for end in (".weight", ".qweight", ".weight_packed") if end in stored]
     if len(twice) > 1:
         raise stored[twice[0]].wrong("the number", " and ".join(twice), "one of them")
+    of_whole = stored.keys() & {".weight_global_scale", ".weight_scale_2"}
     for end, tensor in stored.items():
+        if of_whole and end == ".weight_scale":
+            continue  # NVFP4 has these in FP8, which its layout requires
         if end in TYPES and tensor.dtype not in TYPES[end]:
             raise tensor.wrong("the type", tensor.dtype, ", ".join(TYPES[end]))
 
@@ -188,6 +197,12 @@ def _layout(stored: dict[str, Stored], config: QuantisedConfig) -> Matrix:
             return Scaled(stored, ".SCB", None, wide=True, unit=INT8_UNIT)
         case "bitsandbytes":  # 4 bits
             return FourBit(stored, "nf4" if f"{STATE}nf4" in stored else "fp4")
+        case "compressed-tensors" if ".weight_global_scale" in stored:
+            return Nvfp4(stored)
+        case "modelopt" if config.bits == 4:
+            return Nvfp4(stored)
+        case "modelopt":
+            return Scaled(stored, ".weight_scale", None, wide=True)
         case "compressed-tensors" if ".weight_packed" in stored:
             matrix = PackQuantized(stored)
             # Each group of layers in config.json has its bits, and a size of groups; 0: a scale a row.

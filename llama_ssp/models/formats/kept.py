@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from llama_ssp.models.families import Names
-from llama_ssp.models.formats.quantised_config import QuantisedConfig
+from llama_ssp.models.formats.quantised_config import NVFP4_GROUP, QuantisedConfig
 
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # of a matrix's tensors, by the end of their names
 
@@ -49,6 +49,8 @@ FUSED = [
     ("attn_output",),
     ("ffn_gate", "ffn_up"),
     ("ffn_down",),
+    ("shared_gate", "shared_up"),  # of experts that all tokens go through
+    ("shared_down",),
     ("expert_gate", "expert_up"),
     ("expert_down",),
 ]
@@ -63,6 +65,9 @@ def names_of(names: Names) -> dict[str, str]:
     qkv = FUSED[0] if len(names.qkv) > 1 else FUSED[1]
     up = FUSED[3] if len(names.up) > 1 else ("ffn_up",)
     others = {names.output: "attn_output", names.down: "ffn_down"}
+    if names.shared_down:
+        shared = ("shared_gate", "shared_up", "shared_down")
+        others |= dict(zip((*names.shared_up, names.shared_down), shared, strict=True))
     return dict(zip(names.qkv, qkv, strict=True)) | dict(zip(names.up, up, strict=True)) | others
 
 
@@ -136,13 +141,19 @@ def of_folder(
     block's number in the name of a tensor.
     """
     found: dict[tuple[int, str], dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
+    stems: dict[tuple[int, str], str] = {}
     for tensor, header in tensors.items():
         if match := layer.search(tensor):
             leaf = tensor[match.end() :]
             own = next((own for own in names if leaf.startswith((f"{own}.", f"{own}_"))), None)
             if own is not None:
-                found[int(match[1]), names[own]][leaf.removeprefix(own)] = header
-    return {place: kept(stored, config, inputs[place[1]]) for place, stored in found.items()}
+                place = int(match[1]), names[own]
+                stems[place] = tensor[: match.end()] + own
+                found[place][leaf.removeprefix(own)] = header
+    result = {}
+    for place, stored in found.items():
+        result[place] = kept(stored, config.of_layer(stems[place]), inputs[place[1]])
+    return result
 
 
 def kept(stored: Headers, config: QuantisedConfig, inputs: int) -> Kept:
@@ -157,6 +168,10 @@ def kept(stored: Headers, config: QuantisedConfig, inputs: int) -> Kept:
 
 
 def _kept(stored: Headers, config: QuantisedConfig, inputs: int) -> Kept:
+    if config.act_order:
+        return PLAIN
+    if ".weight_global_scale" in stored or ".weight_scale_2" in stored:
+        return Kept(4, NVFP4_GROUP, 4, "e2m1")
     if ".qweight" in stored:  # awq, gptq
         type_, shape = stored[".scales"]
         group = config.group if shape[0] > 1 else 0

@@ -3,15 +3,31 @@
 What cannot be read is refused here, before a weight is read.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ModelError
 
-METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "bitsandbytes")
-FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
+METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "bitsandbytes", "modelopt")
+FORMATS = (
+    "float-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "dense",
+)
+MODELOPT = "hf_quant_config.json"  # where modelopt says what config.json does not
+NVFP4_GROUP = 16  # inputs with one scale
+# gptq: settings of single layers, by patterns of their names. A pattern that could take for ever is refused.
+DYNAMIC = "dynamic"
+QUANTIFIED_GROUP = re.compile(r"\)[*+?{]")
+QUANTIFIER = re.compile(r"[*+{]")
+MOST_QUANTIFIERS = 4
+LONGEST_NAME = 120
 # Endings of the tensors that these add to quantised weights, or put in their place.
 SCALES = (".SCB", ".absmax", ".qweight", ".weight_packed", "_scale", "_scale_inv", "_scales")
 BLOCK_OF_4_BIT = 64  # of bitsandbytes: weights with one scale
@@ -20,9 +36,20 @@ CODES = (*SCALES[:4], ".weight_scale", ".weight_scale_inv", ".q_weight", ".W_q",
 ACTIVATIONS = ("input_activations", "output_activations")  # of a group of compressed-tensors
 PLAIN = {"F64", "F32", "F16", "BF16"}
 READABLE = (
-    "compressed-tensors (FP8, int8, int4), fp8, awq (4 bit), gptq (4 and 8 bit), mxfp4, bitsandbytes, GGUF"
+    "compressed-tensors (FP8, int8, int4, NVFP4), fp8, awq (4 bit), gptq (4 and 8 bit), mxfp4, bitsandbytes, "
+    "modelopt (FP8, NVFP4), GGUF"
 )
 PLAIN_COPY = "use a copy of the model in another format, or with plain weights and dtype=int8 or nf4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRule:
+    """What layers have whose names begin as the pattern says, where gptq quantised them in another way."""
+
+    pattern: str
+    bits: int
+    group: int
+    act_order: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +66,16 @@ class QuantisedConfig:
     less_one: bool = False  # gptq: zeros are stored less one
     activations: bool = False  # asks for quantised activations, which stay as they are
     every: tuple[tuple[int, int], ...] = ()  # compressed-tensors: bits and group of each group of layers
+    rules: tuple[LayerRule, ...] = ()  # gptq: of single layers; the first that fits counts
+
+    def of_layer(self, name: str) -> "QuantisedConfig":
+        """Returns what holds for the layer with this name."""
+        if not self.rules or len(name) > LONGEST_NAME:
+            return self
+        rule = next((rule for rule in self.rules if re.match(rule.pattern, name)), None)
+        if rule is None:
+            return self
+        return replace(self, bits=rule.bits, group=rule.group, act_order=rule.act_order, rules=())
 
 
 class Unreadable(ValueError):
@@ -58,6 +95,8 @@ def quantised_config(config: Mapping[str, Any], where: Path) -> QuantisedConfig 
                 return _fp8(claim)
             case "compressed-tensors":
                 return _compressed(claim)
+            case "modelopt":
+                return _modelopt(claim)
             case "bitsandbytes" if claim.get("load_in_4bit"):
                 return QuantisedConfig(
                     method=method, name="bitsandbytes, 4 bits", bits=4, group=BLOCK_OF_4_BIT
@@ -151,9 +190,9 @@ def _by_input(method: str, claim: Mapping[str, Any]) -> QuantisedConfig:
     layouts, readable_bits = (("", "gemm"), (4,)) if awq else (("", "gptq", "gptq_v2"), (4, 8))
     if layout not in layouts or bits not in readable_bits:
         raise Unreadable(f"{method}: {bits} bits, layout {layout or 'usual'}")
-    if group != -1 and (group < 1 or group % 8):
-        raise Unreadable(f"{method}: group_size {group}")
-    act_order = bool(claim.get("desc_act")) and not awq
+    _require_group(method, group)
+    # With one scale a row the order of inputs does not matter.
+    act_order = bool(claim.get("desc_act")) and not awq and group > 0
     words = f"{method}, {bits} bits, " + (f"groups of {group}" if group > 0 else "a scale a row")
     name = words + (", act-order" if act_order else "")
     return QuantisedConfig(
@@ -164,7 +203,37 @@ def _by_input(method: str, claim: Mapping[str, Any]) -> QuantisedConfig:
         zeros=True,
         act_order=act_order,
         less_one=layout != "gptq_v2",
+        rules=() if awq else _rules(claim, bits, group),
     )
+
+
+def _require_group(method: str, group: int) -> None:
+    if group != -1 and (group < 1 or group % 8):
+        raise Unreadable(f"{method}: group_size {group}")
+
+
+def _rules(claim: Mapping[str, Any], bits: int, group: int) -> tuple[LayerRule, ...]:
+    """Returns gptq's settings of single layers. Those of layers that are left in numbers need no rule."""
+    result = []
+    for pattern, own in (claim.get(DYNAMIC) or {}).items():
+        plain = pattern.removeprefix("+:")
+        if plain.startswith("-:") or not own:
+            continue
+        if QUANTIFIED_GROUP.search(plain) or len(QUANTIFIER.findall(plain)) > MOST_QUANTIFIERS:
+            raise Unreadable(f"gptq: dynamic {pattern[:80]!r}, a pattern of too many repetitions")
+        try:
+            re.compile(plain)
+        except re.error as error:
+            raise Unreadable(f"gptq: dynamic {pattern[:80]!r}: {error}") from None
+
+        own_bits = int(own.get("bits", bits))
+        own_group = int(own.get("group_size", group))
+        _require_group("gptq", own_group)
+        if own_bits not in (4, 8):
+            raise Unreadable(f"gptq: {own_bits} bits of {pattern[:80]!r}")
+        ordered = bool(own.get("desc_act", claim.get("desc_act"))) and own_group > 0
+        result.append(LayerRule(pattern=plain, bits=own_bits, group=max(own_group, 0), act_order=ordered))
+    return tuple(result)
 
 
 def _first(claim: Mapping[str, Any], *keys: str, default: int) -> int:
@@ -223,11 +292,31 @@ def _compressed(claim: Mapping[str, Any]) -> QuantisedConfig:
     )
 
 
+def modelopt_claim(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the quantization_config of a folder in which modelopt wrote it into a file of its own."""
+    said = content.get("quantization")
+    return {"quant_method": "modelopt", **(said if isinstance(said, Mapping) else {})}
+
+
+def _modelopt(claim: Mapping[str, Any]) -> QuantisedConfig:
+    """NVIDIA's Model Optimizer."""
+    algorithm = str(claim.get("quant_algo"))
+    if algorithm == "NVFP4":
+        return QuantisedConfig(
+            method="modelopt", name="modelopt, NVFP4", bits=4, group=NVFP4_GROUP, activations=True
+        )
+    if algorithm == "FP8":
+        return QuantisedConfig(method="modelopt", name="modelopt, FP8", bits=8, activations=True)
+    raise Unreadable(f"modelopt, {algorithm}")
+
+
 def _kind(args: Mapping[str, Any]) -> str:
     """Describes the codes, as in `int4 in groups of 128`. Raises Unreadable for others than are read."""
     bits = args.get("num_bits", 8)
     group = args.get("group_size") or -1
     type_ = args.get("type", "int")
+    if (type_, bits, group) == ("float", 4, NVFP4_GROUP):
+        return "NVFP4"
     if (type_, bits) not in (("int", 4), ("int", 8), ("float", 8)) or group < -1:
         raise Unreadable(f"compressed-tensors, num_bits {bits!r}, {type_}, group_size {group}")
     table = f"{'FP' if type_ == 'float' else 'int'}{bits}"

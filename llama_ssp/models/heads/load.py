@@ -16,6 +16,7 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import Assembly
 from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import REFETCH
+from llama_ssp.models.formats.adapted_source import adapted
 from llama_ssp.models.heads.layers import DFlash, Eagle3
 from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
 from llama_ssp.models.heads.settings import MAPS, Eagle3Settings, HeadSettings, head_settings
@@ -230,7 +231,7 @@ def _require_ids(path: Path, settings: HeadSettings, ids_E: Tensor | None, sourc
 
 
 def table_on_disk(path: Path | None, model: ModelConf, output: bool) -> Tensor:
-    """Reads the table whole, for the leader of several ranks, each of which holds a part."""
+    """Reads the target's table whole, for the leader of several ranks, each of which holds a part."""
     if path is None:
         raise ModelError(
             "the head has no embedding, and the target none on disk",
@@ -241,7 +242,11 @@ def table_on_disk(path: Path | None, model: ModelConf, output: bool) -> Tensor:
     names = family_of(model.family).names
     layer = names.head if output and not model.tied else names.embedding
     name = f"{layer}.weight"
-    with closing(opened(path, require_supported(path), {name: ()})) as source:
+    config = require_supported(path)
+    with (
+        closing(opened(path, config, tensors_on_disk(shape_of(config)))) as files,
+        adapted(files, model, config, "model", torch.float32) as source,
+    ):
         table_VH = source.read(name, None)
     return table_VH if isinstance(table_VH, Tensor) else table_VH.decoded(torch.float32)
 

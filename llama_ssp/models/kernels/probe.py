@@ -6,6 +6,7 @@ give wrong numbers. In a model's first step that would end the run, where torch'
 
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,25 +108,48 @@ def _require_stack(weights: list[Coded], device: torch.device) -> None:
     for number, weight in enumerate(weights):
         stacking.put(number, weight)
     stack = stacking.made()
-    plain = [DecodedLinear(weight, None).to(device) for weight in weights]
-    for pairs in (2 * ROWS, MOST_PAIRS, MOST_PAIRS + PROMPT):
-        expert_P = torch.arange(pairs, device=device) % len(weights)
-        x_PK = _drawn(device, torch.bfloat16)(pairs, INPUTS)
+    drawn = _drawn(device, torch.bfloat16)
+    _require_products(
+        "experts in codes",
+        stack,
+        bias_EN=None,
+        plain=[DecodedLinear(weight, None).to(device) for weight in weights],
+        x_of=lambda pairs: drawn(pairs, INPUTS),
+        counts=(2 * ROWS, MOST_PAIRS, MOST_PAIRS + PROMPT),
+    )
+
+
+def _require_products(
+    what: str,
+    stack: Stack,
+    bias_EN: Tensor | None,
+    plain: Sequence[Callable[[Tensor], Tensor]],
+    x_of: Callable[[int], Tensor],
+    counts: tuple[int, ...],
+) -> None:
+    """Compares products of the stack with those of each expert alone, which `plain` gives.
+
+    They are of so many pairs as `counts` says, one after the other; `x_of` draws a row for each pair.
+    """
+    experts = len(plain)
+    for pairs in counts:
+        x_PK = x_of(pairs)
+        expert_P = torch.arange(pairs, device=x_PK.device) % experts
         theirs_PN = x_PK.new_empty(pairs, OUTPUTS)
-        for number in range(min(len(weights), pairs)):
-            theirs_PN[number :: len(weights)] = plain[number](x_PK[number :: len(weights)])
-        ours_PN = products(x_PK, expert_P, stack, None)
-        _compare(f"a product of {pairs} pairs with experts in codes", ours_PN, theirs_PN)
+        for number in range(min(experts, pairs)):
+            theirs_PN[number::experts] = plain[number](x_PK[number::experts])
+        ours_PN = products(x_PK, expert_P, stack, bias_EN)
+        _compare(f"a product of {pairs} pairs with {what}", ours_PN, theirs_PN)
 
 
 def _coded(kind: CodedKind, device: torch.device, seed: int) -> Coded:
-    """Returns a matrix in these codes, all of which are numbers."""
+    """Returns a matrix in these codes, all of which are numbers; those of the next seed differ."""
     codes = kind.codes
     drawn = _drawn(device, kind.scales, seed)
     scale_NG = drawn(OUTPUTS, -(-INPUTS // (codes.group or INPUTS)))
     finite_C = values(codes.table, device).isfinite().nonzero().flatten()
     place_NK = torch.arange(OUTPUTS * INPUTS, device=device).view(OUTPUTS, INPUTS)
-    code_NK = finite_C[place_NK * 7 % len(finite_C)].byte()
+    code_NK = finite_C[(place_NK * 7 + seed) % len(finite_C)].byte()
     return Coded(
         kind=codes,
         inputs=INPUTS,
@@ -159,16 +183,15 @@ def require_experts(numbers: torch.dtype, device: torch.device, many: bool) -> N
     drawn = _drawn(device, numbers)
     weight_ENK = drawn(EXPERTS, OUTPUTS, INPUTS)
     bias_EN = drawn(EXPERTS, OUTPUTS)
-    stack = Stack([weight_ENK])
-    for pairs in (MOST_PAIRS + PROMPT,) if many else (2 * ROWS, MOST_PAIRS):
-        x_PK = drawn(pairs, INPUTS)
-        expert_P = torch.arange(pairs, device=device) % EXPERTS
-        theirs_PN = x_PK.new_empty(pairs, OUTPUTS)
-        for number in range(min(EXPERTS, pairs)):
-            weight = weight_ENK[number]
-            theirs_PN[number::EXPERTS] = functional.linear(x_PK[number::EXPERTS], weight, bias_EN[number])
-        ours_PN = products(x_PK, expert_P, stack, bias_EN)
-        _compare(f"a product of {pairs} pairs with experts", ours_PN, theirs_PN)
+    layers = zip(weight_ENK, bias_EN, strict=True)
+    _require_products(
+        "experts",
+        Stack([weight_ENK]),
+        bias_EN=bias_EN,
+        plain=[functools.partial(functional.linear, weight=w_NK, bias=b_N) for w_NK, b_N in layers],
+        x_of=lambda pairs: drawn(pairs, INPUTS),
+        counts=(MOST_PAIRS + PROMPT,) if many else (2 * ROWS, MOST_PAIRS),
+    )
 
 
 def _drawn(device: torch.device, dtype: torch.dtype, seed: int = 0) -> functools.partial[Tensor]:

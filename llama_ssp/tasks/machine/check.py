@@ -139,10 +139,10 @@ def trial(run: RunConf, ranks: Ranks, left_s: float) -> Finding:
     attempt = Trial(
         name="the check", dtype=dtype_of(Dtype.auto, device, "model.dtype"), device=device, ranks=ranks
     )
-    if attempt.passes(left_s):
+    if attempt.passes(max(left_s, 0.0)):
         return Finding(name="trial", found="compiled steps over all ranks give the logits of eager ones")
     if not attempt.is_lasting:
-        again = Problem(True, Verdict.note, "nothing: the next run tries again, with more time")
+        again = Problem(True, Verdict.note, "nothing: the next run tries again")
         return judged("trial", f"no verdict yet: {attempt.verdict}", [again])
     fix = f"see nccl and kernels; delete {attempt.file} to try again, or skip it with engine=compiled"
     failed = Problem(True, Verdict.fault, fix, "; steps run eagerly")

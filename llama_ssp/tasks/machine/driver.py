@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llama_ssp.distributed.gpus import gpus_here
-from llama_ssp.tasks.machine.bounded import said_within
+from llama_ssp.distributed.bounded import said_within
+from llama_ssp.distributed.gpus import SMI, gpus_here, is_shared
 
-SMI = "nvidia-smi"
 ASK_S = 10.0  # without persistence mode the driver first sets all GPUs up
 DEVICE = Path("/dev/nvidia0")
 FIELDS = (
@@ -36,7 +35,7 @@ class Card:
     uuid: str
     name: str
     driver: str
-    mode: str  # of computing: Default, Exclusive_Process, Prohibited
+    mode: str  # of computing: Default, Exclusive_Process, Exclusive_Process (MPS), Prohibited
     total_mib: float | None
     used_mib: float | None
     power_w: float | None
@@ -59,6 +58,8 @@ def driver_here() -> Driver:
     """Asks nvidia-smi."""
     said, fails = _said_by(QUERY)
     cards = cards_of(said)
+    if is_shared():
+        cards = tuple(_served(card) for card in cards)
     topology = ""
     if len(cards) > 1:
         topology, _ = _said_by(TOPOLOGY)
@@ -94,6 +95,13 @@ def cards_of(said: str) -> tuple[Card, ...]:
         )
         cards.append(card)
     return tuple(cards)
+
+
+def _served(card: Card) -> Card:
+    """Returns the card with another mode where it is exclusive: MPS has it for other processes."""
+    if not card.mode.startswith("Exclusive"):
+        return card
+    return replace(card, mode=f"{card.mode} (MPS)")
 
 
 def links_of(said: str) -> tuple[str, ...]:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llama_ssp.distributed.bounded import said_within
 from llama_ssp.distributed.cores import cores_here
 from llama_ssp.distributed.launcher import IN_MEMORY
 from llama_ssp.models.host_memory import memory_here
 from llama_ssp.models.kept_files import TRITON, cache_folder, compiler, processor, use_safe_triton_folder
 from llama_ssp.report.machine import processor_name
-from llama_ssp.tasks.machine.bounded import said_within
 
 COMPILE_S = 8.0  # for a program of three lines
 FABRIC = Path("/sys/class/infiniband")

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
+from llama_ssp.distributed.bounded import Said, said_within
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.launcher import of_small_process
 from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.distributed.signals import end_with_parent, leave
 from llama_ssp.errors import DISTRIBUTED, RunError, first_line, one_line, shortened
-from llama_ssp.tasks.machine.bounded import Said, said_within
 from llama_ssp.tasks.machine.device import Measure, steps
 from llama_ssp.tasks.machine.facts import START, Figures, Measured
 
