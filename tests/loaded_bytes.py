@@ -61,6 +61,12 @@ def presets() -> list[str]:
     )
 
 
+def presets_then() -> list[str]:
+    """Returns those of the committed file; later ones are compared in test_plan_memory.py."""
+    rows = json.loads(COMMITTED.read_text(encoding="utf-8"))
+    return [name for name in presets() if f"{name} planned" in rows]
+
+
 def splits(model: ModelConf) -> Iterator[tuple[int, int]]:
     """Each world that the model can be split over, with its first and last rank, whose shares may differ."""
     for world in WORLDS:

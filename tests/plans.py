@@ -18,7 +18,8 @@ from llama_ssp.planner.workload import DRAFT, TARGET, Role, Workload
 from llama_ssp.report.tables import text_of
 
 CODES = "code_bits", "code_group", "code_bytes", "code_mix"
-NO_SIZES = "name", "repo", "package", "file", "sha256", "weights", "dtype", "seed", "agreement", *CODES
+FILES = "repo", "commit", "licence", "path", "package", "file", "sha256"
+NO_SIZES = "name", "weights", "dtype", "seed", "agreement", "sampling", *FILES, *CODES
 
 
 def shapes() -> list[str]:

@@ -37,6 +37,16 @@ PUBLISHED = {
     "gemma2-27b": 27_227_128_320, "gpt-neo-1.3b": 1_315_575_808, "gpt-neox-20b": 20_554_567_680,
     "gpt-oss-20b": 20_914_757_184, "smollm2-135m": 134_515_008, "smollm2-135m-instruct": 134_515_008,
     "smollm2-1.7b-instruct": 1_711_376_384,
+    # As transformers' modules count, made of tests/published_configs.py.
+    "qwen3-vl-2b": 1_720_574_976, "qwen3-vl-4b": 4_022_468_096, "qwen3-vl-8b": 8_190_735_360,
+    "qwen3-vl-32b": 32_762_123_264, "qwen3-vl-30b-a3b": 30_532_122_624, "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096, "qwen3-14b": 14_768_307_200, "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-coder-30b-a3b": 30_532_122_624, "qwen2.5-coder-7b": 7_615_616_512,
+    "qwen2.5-coder-32b": 32_763_876_352, "r1-distill-llama-8b": 8_030_261_248,
+    "gpt-oss-120b": 116_829_156_672, "gemma3-1b": 999_885_952, "gemma3-4b": 3_880_263_168,
+    "gemma3-12b": 11_766_034_176, "gemma3-27b": 27_009_346_304, "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo": 12_247_782_400, "mistral-small-3.2-24b": 23_572_403_200, "phi4": 14_659_507_200,
+    "smollm3-3b": 3_075_098_624,
 }  # fmt: skip
 UNCOUNTED = {"local", "tiny", "tiny_draft", "demo", "demo_draft"}  # the last: test_shipped.py
 

@@ -1,6 +1,6 @@
 """The table of tensors: what it plans and what is built of it are what they were when there were two tables.
 
-The committed file has both, of each preset over 1, 2, 3 and 8 ranks (tests/loaded_bytes.py). What is built is
+The committed file has both, of each preset of that time over 1, 2, 3 and 8 ranks (tests/loaded_bytes.py). What is built is
 counted in the modules themselves: one table that both sides read proves nothing.
 """
 
@@ -12,7 +12,7 @@ import pytest
 from llama_ssp.config import ModelConf
 from llama_ssp.models.layout import Part, Split, layout, rows_of, share_of, sizes_of_model
 from llama_ssp.models.sharding import length
-from tests.loaded_bytes import COMMITTED, built, once_each, planned, preset, presets
+from tests.loaded_bytes import COMMITTED, built, once_each, planned, preset, presets_then
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +22,14 @@ def committed() -> dict[str, Any]:
 
 
 @pytest.mark.few(12)
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", presets_then())
 def test_what_is_planned_is_as_it_was(name: str, committed: dict[str, Any]) -> None:
     assert once_each(planned(preset(name))) == committed[f"{name} planned"]
 
 
 @pytest.mark.slow
 @pytest.mark.few(12)
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", presets_then())
 def test_what_is_built_is_as_it_was(name: str, committed: dict[str, Any]) -> None:
     assert once_each(built(preset(name))) == committed[f"{name} built"]
 

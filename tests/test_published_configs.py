@@ -1,0 +1,242 @@
+"""What happens with the config.json of models that people have: planned, run in one process, or refused.
+
+EXPECTED says it for each model of published_configs.py. A change of what the program can do changes it.
+"""
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from llama_ssp.config import SIZES, ModelConf
+from llama_ssp.config.compose import composed
+from llama_ssp.config.presets import options
+from llama_ssp.errors import ModelError
+from llama_ssp.models.checkpoint import outlined
+from llama_ssp.models.folder import require_counts, require_safe
+from llama_ssp.models.model_config import hub_config
+from llama_ssp.models.sharding import is_planned
+from llama_ssp.models.wrapped import TEXT
+from tests.published_configs import CONFIGS
+
+ROWS = 25
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Says where a model ends, and with which message."""
+
+    planned: bool = False
+    refused_in_plan: str = ""
+    refused_at_load: str = ""
+
+
+PLANNED = Outcome(planned=True)
+ONE_PROCESS = Outcome()
+RUNS_CODE = "needs to run code of its own.*auto_map"
+LINEAR = Outcome(refused_in_plan="cannot roll back.*linear_attention")
+MAMBA = Outcome(refused_in_plan="cannot roll back.*mamba_")
+UNKNOWN_WHOLE = "text part of this architecture is not known.*found "
+# That no plan refuses them: their config.json does not name these kinds of layers, which the class does.
+INDEXED = Outcome(refused_at_load="cannot roll back.*indexed_attention")
+EXPECTED = {
+    "Qwen/Qwen3.5-35B-A3B": LINEAR,
+    "nvidia/Qwen3.6-35B-A3B-NVFP4": LINEAR,
+    "Qwen/Qwen3.5-27B": LINEAR,
+    "nvidia/Qwen3.6-27B-NVFP4": LINEAR,
+    "Qwen/Qwen3-VL-2B-Instruct": PLANNED,
+    "Qwen/Qwen3-VL-4B-Instruct": PLANNED,
+    "Qwen/Qwen3-VL-8B-Instruct": PLANNED,
+    "Qwen/Qwen3-VL-32B-Instruct": PLANNED,
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": PLANNED,
+    "Qwen/Qwen3-VL-235B-A22B-Instruct": PLANNED,
+    "google/gemma-4-26B-A4B": ONE_PROCESS,
+    "nvidia/Gemma-4-31B-IT-NVFP4": ONE_PROCESS,
+    "google/gemma-4-E2B-it": ONE_PROCESS,
+    "google/gemma-4-E4B-it": ONE_PROCESS,
+    "google/gemma-4-12B-it": Outcome(refused_in_plan=UNKNOWN_WHOLE + "gemma4_unified"),
+    "Qwen/Qwen3-0.6B": PLANNED,
+    "Qwen/Qwen3-1.7B": PLANNED,
+    "Qwen/Qwen3-4B": PLANNED,
+    "Qwen/Qwen3-8B": PLANNED,
+    "Qwen/Qwen3-14B": PLANNED,
+    "Qwen/Qwen3-32B": PLANNED,
+    "Qwen/Qwen3-32B-FP8": PLANNED,
+    "Qwen/Qwen3-30B-A3B": PLANNED,
+    "Qwen/Qwen3-30B-A3B-FP8": PLANNED,
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": PLANNED,
+    "Qwen/Qwen2.5-32B-Instruct": PLANNED,
+    "Qwen/Qwen2.5-Coder-7B-Instruct": PLANNED,
+    "Qwen/Qwen2.5-Coder-32B-Instruct": PLANNED,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": PLANNED,
+    "meta-llama/Llama-3.1-8B": PLANNED,
+    "meta-llama/Llama-3.1-70B": PLANNED,
+    "meta-llama/Llama-3.2-1B-Instruct": PLANNED,
+    "meta-llama/Llama-3.2-3B-Instruct": PLANNED,
+    "meta-llama/Llama-3.3-70B-Instruct": PLANNED,
+    "openai/gpt-oss-20b": PLANNED,
+    "openai/gpt-oss-120b": PLANNED,
+    "google/gemma-3-1b-it": PLANNED,
+    "google/gemma-3-4b-it": PLANNED,
+    "google/gemma-3-12b-it": PLANNED,
+    "google/gemma-3-27b-it": PLANNED,
+    "mistralai/Mistral-7B-Instruct-v0.3": PLANNED,
+    "mistralai/Mistral-Nemo-Instruct-2407": PLANNED,
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": PLANNED,
+    "mistralai/Devstral-Small-2-24B-Instruct-2512": ONE_PROCESS,
+    "mistralai/Devstral-2-123B-Instruct-2512": ONE_PROCESS,
+    "mistralai/Ministral-3-3B-Instruct-2512": ONE_PROCESS,
+    "mistralai/Ministral-3-14B-Instruct-2512": ONE_PROCESS,
+    "Qwen/Qwen3.8-Flash-Next": Outcome(refused_in_plan=UNKNOWN_WHOLE + "qwen4_exp"),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": Outcome(refused_in_plan="cannot roll back.*linear_conv_kernel_dim"),
+    "zai-org/GLM-4.5-Air": ONE_PROCESS,
+    "zai-org/GLM-4.7-Flash": ONE_PROCESS,
+    "zai-org/GLM-5": INDEXED,
+    "zai-org/GLM-5.1-FP8": INDEXED,
+    "zai-org/GLM-5.2": INDEXED,
+    "deepseek-ai/DeepSeek-V3": Outcome(refused_at_load=RUNS_CODE),
+    "deepseek-ai/DeepSeek-R1": Outcome(refused_at_load=RUNS_CODE),
+    "deepseek-ai/DeepSeek-V3.2": INDEXED,
+    "deepseek-ai/DeepSeek-V4-Flash": Outcome(refused_at_load="cannot roll back.*compressed_sparse_attention"),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": MAMBA,
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8": MAMBA,
+    "ibm-granite/granite-4.0-h-small": MAMBA,
+    "microsoft/phi-4": PLANNED,
+    "microsoft/Phi-4-mini-instruct": Outcome(planned=True, refused_at_load=RUNS_CODE),
+    "allenai/Olmo-3.1-32B-Instruct": ONE_PROCESS,
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": ONE_PROCESS,
+    "LGAI-EXAONE/EXAONE-4.0-32B": ONE_PROCESS,
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": ONE_PROCESS,
+    "CohereLabs/c4ai-command-r7b-12-2024": ONE_PROCESS,
+    "swiss-ai/Apertus-8B-Instruct-2509": ONE_PROCESS,
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": PLANNED,
+    "HuggingFaceTB/SmolLM3-3B": PLANNED,
+}
+# Whose sizes are not known in full, so that nothing can be said of them.
+INCOMPLETE = {"ibm-granite/granite-4.1-8b", "allenai/Olmo-3-1025-7B"}
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name].config), encoding="utf-8")
+    return folder
+
+
+def outline(folder: Path) -> ModelConf:
+    return outlined(ModelConf(name="made", path=str(folder)), "model")
+
+
+def test_every_row_has_a_model_and_every_model_an_outcome() -> None:
+    assert {published.row for published in CONFIGS.values()} == set(range(1, ROWS + 1))
+    assert EXPECTED.keys() | INCOMPLETE == CONFIGS.keys() and not EXPECTED.keys() & INCOMPLETE
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_source_stands_next_to_the_figures(name: str) -> None:
+    published = CONFIGS[name]
+    assert published.source
+    known = {**published.config, **published.config.get(TEXT, {})}
+    assert not known.keys() & set(published.unknown)
+    assert name not in INCOMPLETE or published.unknown
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sound_counts_are_not_refused(name: str, tmp_path: Path) -> None:
+    """Vocabularies and positions in keys with `layer` in them, too; as many layers are (the control)."""
+    config = deepcopy(CONFIGS[name].config)
+    require_counts(tmp_path, config)
+    config.get(TEXT, config)["num_hidden_layers"] = 262144
+    with pytest.raises(ModelError, match=r"number of layers.*num_hidden_layers 262144"):
+        require_counts(tmp_path, config)
+
+
+def test_a_vocabulary_for_each_layer_is_among_them() -> None:
+    texts = [published.config.get(TEXT, {}) for published in CONFIGS.values()]
+    assert max(text.get("vocab_size_per_layer_input", 0) for text in texts) == 262144
+
+
+@pytest.mark.few(30)
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_happens_with_it(name: str, tmp_path: Path) -> None:
+    expected = EXPECTED[name]
+    folder = folder_of(name, tmp_path)
+    if expected.refused_in_plan:
+        with pytest.raises(ModelError, match=expected.refused_in_plan):
+            outline(folder)
+        return
+
+    model = outline(folder)
+    assert is_planned(model) == expected.planned
+    if expected.planned:
+        assert sizes_of(model) == sizes_by_transformers(CONFIGS[name].config)
+    if expected.refused_at_load == RUNS_CODE:
+        with pytest.raises(ModelError, match=RUNS_CODE):
+            require_safe(folder)
+        return
+    require_safe(folder)
+    if CONFIGS[name].config["model_type"] not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no such model")
+    if expected.refused_at_load:
+        with pytest.raises(ModelError, match=expected.refused_at_load):
+            hub_config(folder)
+    else:
+        assert hub_config(folder).model_type == model.family
+
+
+def sizes_of(model: ModelConf) -> dict[str, Any]:
+    kept = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context", "tied")
+    experts = ("experts", "experts_per_token", "expert_ffn") if model.experts else ()
+    return {key: getattr(model, key) for key in (*kept, *experts)}
+
+
+def sizes_by_transformers(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sizes that transformers' own class reads in the config, by our names.
+
+    Where a wrapped config does not say whether the output matrix is tied, the text part's class counts: the
+    class of Mistral 3's whole ties it, and the published weights have one.
+    """
+    whole = CONFIG_MAPPING[content["model_type"]].from_dict(without_scaling(content))
+    config = whole.get_text_config()
+    tied = (whole if "tie_word_embeddings" in content else config).tie_word_embeddings
+    sizes = {
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "dim": config.hidden_size,
+        "ffn": config.intermediate_size,
+        "vocab": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "tied": tied,
+    }
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if experts:
+        sizes["experts"] = experts
+        sizes["experts_per_token"] = config.num_experts_per_tok
+        sizes["expert_ffn"] = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return sizes
+
+
+def without_scaling(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy without scaled positions: Phi-4-mini's factors are not in the table."""
+    return {key: deepcopy(value) for key, value in content.items() if key != "rope_scaling"}
+
+
+PRESETS = {}
+for _preset in options("model"):
+    _model = composed([f"model={_preset}", "draft=none"]).model
+    if _model.repo in CONFIGS and _model.family:
+        PRESETS[_preset] = _model
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_has_the_sizes_of_the_published_config(preset: str, tmp_path: Path) -> None:
+    """So that its files are not refused as another model's."""
+    model = PRESETS[preset]
+    assert model.repo is not None
+    said = outline(folder_of(model.repo, tmp_path))
+    for key in (*SIZES, "family", "experts", "experts_per_token", "expert_ffn", "tied", "sliding_window"):
+        assert getattr(model, key) == getattr(said, key), key
