@@ -36,6 +36,7 @@ from llama_ssp.config.compose import composed  # noqa: E402
 from llama_ssp.distributed.cores import cores_here  # noqa: E402
 from llama_ssp.errors import ModelError  # noqa: E402
 from llama_ssp.models.checkpoint import SHIPPED_FOLDER  # noqa: E402
+from llama_ssp.models.host_cores import core_times, free_cores  # noqa: E402
 from llama_ssp.models.kept_files import compiler  # noqa: E402
 from llama_ssp.models.packages import package_copy  # noqa: E402
 from llama_ssp.report.console import Console  # noqa: E402
@@ -89,7 +90,13 @@ def main() -> int:
 
     transformers.logging.set_verbosity_error()
     if not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(min(4, cores_here()))
+        before = core_times()
+        time.sleep(1)
+        free = free_cores(before)
+        cores = cores_here() if free is None else free.count
+        torch.set_num_threads(min(4, cores))
+        if cores < cores_here():
+            console.line(f"   others use {free.taken:.1f} of {cores_here()} cores: times of a busy machine")
     theirs, assistant = their_module(shown.path), shown.draft and their_module(shown.draft)
     console.line("\n2. Is it the same model? In fp32:")
     length = says_the_same(words, shown.open_prompt, asked.samples, theirs, console)

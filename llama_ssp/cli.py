@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from llama_ssp.config import PromptedConf, RunConf, Scheduler
+from llama_ssp.config import BatchConf, PromptedConf, RunConf, Scheduler
 from llama_ssp.config.arguments import COMMANDS, DRY, HELP, QUIET, VERBOSE, VERSION
 from llama_ssp.config.environment import RankEnvironment, importing, rank_environment, refuse_copies
 from llama_ssp.config.help import help_for
@@ -257,6 +257,7 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
         words = sys.argv[1:] if job.number is None else job.words
         return planning.execute(checked, world, leads, words, place)
 
+    from llama_ssp.batch.index import names_of
     from llama_ssp.batch.job import chosen_seed, continued
     from llama_ssp.models.kept_files import cache_folder
     from llama_ssp.placing.start import prepared
@@ -266,6 +267,8 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
 
     cache_folder()  # all processes that this one starts inherit its name; a line about it comes once
     if task.name == "batch":
+        if (given := checked.task_as(BatchConf).input) is not None:
+            names_of(given)  # models are fetched only for a file that is there
         checked = continued(checked)
         if not dry and (code := _shared(checked, job)) is not None:
             return code

@@ -190,7 +190,7 @@ def test_calls_take_the_threads_that_are_free(threads_taken: list[int]) -> None:
 @pytest.mark.usefixtures("threads_taken")
 def test_calls_that_take_fewer_threads_say_so(caplog: pytest.LogCaptureFixture) -> None:
     said = [record.message for record in caplog.get_records("setup")]
-    assert len(said) == 3 and said[0].startswith("others use 3.0 of 4 cores: calls compute on 1 threads")
+    assert len(said) == 3 and said[0].startswith("others use 3.0 of 4 cores: calls use 1 thread(s)")
 
 
 def test_a_call_that_fails_gives_the_threads_back(

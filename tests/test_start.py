@@ -16,6 +16,7 @@ from llama_ssp.config.environment import READ_BY_LIBRARIES, importing, refuse_co
 from llama_ssp.config.presets import cluster_words
 from llama_ssp.distributed.gpus import Gpu
 from llama_ssp.errors import DistributedError, UsageError
+from llama_ssp.models import checkpoint
 from llama_ssp.placing import start, this_machine
 from llama_ssp.placing.decision import decide
 from llama_ssp.placing.draft_length import Why
@@ -410,3 +411,20 @@ def test_a_job_s_dry_run_plans_the_rows_that_it_will_have(command: Command, tmp_
     held = said()
     assert held["rows"].split()[1] == "5" and held["K"].split()[1] == "2"
     assert held["rows"].endswith("kept by the job") and held["K"].endswith("kept by the job")
+
+
+def test_what_does_not_fit_is_refused_before_it_is_fetched(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "find", lambda *_: pytest.fail("it is fetched"))
+    answer = command("model=llama3.1-70b", "draft=llama3.2-1b", "download=true", "prompt=x", "cluster.gib=8")
+    assert answer.code == 5
+    assert "do not fit here, so they are not fetched" in answer.err
+
+
+def test_a_job_without_its_input_fetches_nothing(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "find", lambda *_: pytest.fail("it is fetched"))
+    words = ("model=llama3.1-8b", "download=true", "task.input=none.jsonl", "task.output=out.jsonl")
+    answer = command("task=batch", *words)
+    assert answer.code == 3
+    assert "task.input does not exist" in answer.err

@@ -86,7 +86,7 @@ class Index:
     @staticmethod
     def of_run(run: RunConf, work: Path) -> Index:
         """The index in the job's folder, if the input is as it was; else a new one, not yet saved."""
-        names = _names(str(run.task_as(BatchConf).input))
+        names = names_of(str(run.task_as(BatchConf).input))
         kept = Index.kept(work)
         if kept and [source.name for source in kept.sources] == names:
             files = [source for source in kept.sources if source.state]  # a pipe's has none, and stays
@@ -250,8 +250,11 @@ class Index:
         return Reader(run, source.is_text, named, self._checked)
 
 
-def _names(name: str) -> list[str]:
-    """The files that task.input names: one, all of a folder, or those that a pattern fits, by their names."""
+def names_of(name: str) -> list[str]:
+    """The files that task.input names: one, all of a folder, or those that a pattern fits, by their names.
+
+    Raises DataError if there are none.
+    """
     path = home_expanded(name)
     if name == STDIN or (path.exists() and not path.is_dir()):
         return [name if name == STDIN else str(path)]

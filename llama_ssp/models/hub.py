@@ -36,6 +36,7 @@ def hub_copy(model: ModelConf, role: str, download: bool, file: str | None = Non
 
     if not rank_environment().is_leader:
         disable_progress_bars()
+    logging.getLogger("huggingface_hub").handlers.clear()  # our log shows its lines, too
     settings: dict[str, Any] = {
         "revision": revision_of(model),
         "local_files_only": not download,

@@ -54,8 +54,6 @@ class CallThreads:
 
         self._times = core_times()
         if free.count < len(free.cores) and free.count != self._free:
-            message = (
-                "others use %.1f of %d cores: calls compute on %d threads until they are free (%s=N sets it)"
-            )
+            message = "others use %.1f of %d cores: calls use %d thread(s) until they are free (%s=N sets it)"
             log.warning(message, free.taken, len(free.cores), free.count, THREADS)
         self._free = free.count

@@ -12,11 +12,12 @@ from llama_ssp.config.run import key_types
 from llama_ssp.distributed.gpus import Gpu, gpus_here
 from llama_ssp.distributed.placement import spans
 from llama_ssp.errors import DistributedError, ModelError, UsageError
+from llama_ssp.models.sharding import is_planned
 from llama_ssp.placing.pairs import PairSpec, pair_files, placed
-from llama_ssp.placing.request import PairFiles, options, plannable
+from llama_ssp.placing.request import PairFiles, options, plannable, request_for
 from llama_ssp.placing.this_machine import machine_for
 from llama_ssp.planner.fit import FitVerdict
-from llama_ssp.planner.plan import worlds_of
+from llama_ssp.planner.plan import make_plan, worlds_of
 from llama_ssp.planner.search import NOTABLE, Option
 from llama_ssp.planner.workload import MIB
 
@@ -44,6 +45,8 @@ def prepared(
         # K is for the rows that there will be.
         rows = min(task.batch_size, len(task.prompts or [""]))
         run = replace(run, task=replace(task, batch_size=rows))
+    if run.download and not dry:
+        _require_room(run, pair_files(run, folders, dry=True), world)
     files = pair_files(run, folders, dry)
     start = Start(ranks=world) if world > 1 else start_of(run, files, dry)
 
@@ -59,6 +62,23 @@ def prepared(
     if not dry:
         pairs = tuple(replace(pair, run=replace(pair.run, task=task)) for pair in pairs)
     return pairs, start
+
+
+def _require_room(run: RunConf, pairs: Sequence[PairFiles], world: int) -> None:
+    """Refuses what this machine cannot run, before hours are spent on fetching it."""
+    start = Start(ranks=world) if world > 1 else start_of(run, pairs, dry=False)
+    for files in pairs:
+        if not all(is_planned(model) for model in (files.run.model, files.run.draft) if model is not None):
+            continue
+        spec = placed(files, worlds_of(start.ranks))
+        plan = make_plan(request_for(files), spec.placement)
+        if not plan.runs:
+            raise DistributedError(
+                "the models do not fit here, so they are not fetched",
+                where=files.run.model.name,
+                found=plan.sentence(),
+                fix="the same command with --dry-run shows the plan; cluster=NAME plans for another machine",
+            )
 
 
 def start_of(run: RunConf, pairs: Sequence[PairFiles], dry: bool) -> Start:
