@@ -135,9 +135,9 @@ def noted(command: str) -> tuple[int, list[tuple[str, str]]]:
         notes = Path(folder, "notes")
         notes.mkdir()
         Path(folder, "sitecustomize.py").write_text(SITE)
-        environment = {**os.environ, "PYTHONPATH": folder, "NOTES": str(notes)}
+        of_run = {"PYTHONPATH": folder, "NOTES": str(notes), "LLAMA_SSP_MEASURED": "0"}
         words = [sys.executable, "-m", "llama_ssp", *command.split()]
-        subprocess.run(words, env=environment, cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(words, env=os.environ | of_run, cwd=ROOT, check=True, capture_output=True)
 
         functions = {
             (module, function)

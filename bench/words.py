@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Self
+
+# What was measured of a machine would decide K and placements in some benchmarks' runs and not in others.
+os.environ.setdefault("LLAMA_SSP_MEASURED", "0")
 
 
 class Words:

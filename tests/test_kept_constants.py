@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from llama_ssp.tasks.calibrate import FITTED, Effort, fitted, has_time, in_turn,
 from llama_ssp.tasks.first_measurement import measure_first, short_cases
 from tests.conftest import Command
 from tests.test_calibrate import TRUE, cluster_with, less_of_everything
+from tests.warm import Started
 
 TIMES = TimesConf(bandwidth_share=0.5, flops_share=1.0, **TRUE, all_reduce_us={2: 40.0}, message_us=9.0)
 MEASURED = ClusterConf(gpu="cpu", gb_s=40.0, tflops=2.0, times=TIMES)
@@ -156,16 +158,37 @@ def test_new_runs_are_decided_by_it(cache: Path) -> None:
 # --- the first measurement
 
 
+def of_little_models(_rank: int = 0, put: Callable[..., None] = setattr) -> None:
+    """Has this process, or another one, measure little models, as if nobody else used the cores."""
+    less_of_everything(put=put)
+    small = [calibrate.Case(calibrate.shape(layers, 64, 300, head_dim=8)) for layers in (1, 2)]
+    small.append(calibrate.Case(small[1].target, small[0].target, 2))
+    put(first_measurement, "short_cases", lambda: small)
+    put(first_measurement, "STREAMED", {"cpu": 2**20})
+    put(first_measurement, "_others_compute", lambda *_: False)
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Path:
     """Little models, and cores that nobody else uses."""
-    less_of_everything(put=monkeypatch.setattr)
-    monkeypatch.setattr(first_measurement, "STREAMED", {"cpu": 2**20})
-    monkeypatch.setattr(first_measurement, "_others_compute", lambda *_: False)
-    small = [calibrate.Case(calibrate.shape(layers, 64, 300, head_dim=8)) for layers in (1, 2)]
-    small.append(calibrate.Case(small[1].target, small[0].target, 2))
-    monkeypatch.setattr(first_measurement, "short_cases", lambda: small)
+    of_little_models(put=monkeypatch.setattr)
     return cache
+
+
+@pytest.mark.long
+def test_two_ranks_measure_what_they_say_to_each_other(cache: Path, tmp_path: Path) -> None:
+    """When their run has ended well; its own plan is of the constants before."""
+    words = ("task=generate", "model=tiny", "draft=none", "prompt=Once", "task.max_new_tokens=2")
+    words += ("placement=leader", "engine=eager", "out=null", "output=json")
+    answers = Started(tmp_path / "run", 2, *words, fault=of_little_models).finish()
+    assert [answer.code for answer in answers] == [0, 0], answers[0].err
+    assert "plans of this machine go by it from now on" in answers[0].err
+    (file,) = cache.glob("*.json")
+    content = json.loads(file.read_bytes())
+    assert content["key"]["ranks"] == 2
+    assert content["times"]["all_reduce_us"]["2"] > 0 and content["times"]["message_us"] > 0
+    assert answers[0].document["plan"]["band"] == WIDE_BAND
+    assert machine_for(ClusterConf()).is_borrowed and not machine_for(ClusterConf(), ranks=2).is_borrowed
 
 
 def test_the_first_run_measures_and_later_ones_do_not(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:

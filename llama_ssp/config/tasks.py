@@ -387,7 +387,8 @@ class CalibrateConf(TaskConf):
     """Check this machine, and measure its constants for plans.
 
     The check says within a minute what is wrong, and what to do; where it finds a fault the exit code is 1.
-    The constants are written as a cluster. To use it: --config-dir FOLDER cluster=calibrated.
+    Plans of this machine go by the constants from then on. They are also written as a cluster, for others:
+    --config-dir FOLDER cluster=calibrated.
     """
 
     groups = "placement"
