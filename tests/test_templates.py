@@ -361,7 +361,7 @@ def test_arguments_of_a_record_that_cannot_be_used_are_refused(
 
 
 def test_thoughts_in_the_messages_of_a_record_reach_the_template(command: Command, tmp_path: Path):
-    """Under the name that servers give them; only the model thinks, and in words."""
+    """Under the name that servers give them; they are texts, and of the model alone."""
     oss = templates.model(tmp_path / "oss", GPT_OSS)
     said = {"role": "assistant", "content": "An animal.", "thinking": "A beast?"}
     write_lines({"messages": [USER, said], "echo": True, "logprobs": 0})
