@@ -22,6 +22,7 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.families import TESTED, Family, family_of
 from llama_ssp.models.folder import ADAPTER, adapter_file, headers, read_json
 from llama_ssp.models.layout import model_name, sizes_of_model, tensors_on_disk
+from llama_ssp.models.patterns import complaint, fully_matched, matched
 from llama_ssp.models.sharding import Span, is_planned
 from llama_ssp.models.sizes import HEADS, LAYER, Checkpoint
 from llama_ssp.models.wrapped import kind_left_out, text_name
@@ -282,10 +283,8 @@ def _require_usable(folder: Path, config: Mapping[str, Any]) -> None:
     if not all(isinstance(layer, int) for layer in _listed(layers)):
         raise _unusable(folder, "layers_to_transform", layers, "numbers of layers")
     for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise _unusable(folder, "pattern", f"{pattern}: {error}", "a regular expression") from None
+        if why := complaint(pattern):
+            raise _unusable(folder, "pattern", f"{pattern}: {why}", "a regular expression")
 
 
 def _unusable(folder: Path, key: str, value: object, allowed: str) -> ModelError:
@@ -486,7 +485,7 @@ def _scale(adapter: Adapter, module: str, rank: int) -> float:
 def _by_pattern(adapter: Adapter, key: str, module: str, usual: Any) -> Any:
     """Returns the value of the first name that the module's name ends with, as peft takes it."""
     for name, value in (adapter.config.get(key) or {}).items():
-        if re.match(rf"(.*\.)?({name})$", module):
+        if matched(rf"(.*\.)?({name})$", module):
             return value
     return usual
 
@@ -518,7 +517,7 @@ def is_targeted(config: Mapping[str, Any], module: str) -> bool:
     """Returns whether peft adapts the module by this config."""
     excluded = config.get("exclude_modules")
     if isinstance(excluded, str):
-        is_excluded = re.fullmatch(excluded, module) is not None
+        is_excluded = fully_matched(excluded, module)
     else:
         is_excluded = _is_listed(excluded, module)
     targets = config.get("target_modules")
@@ -527,7 +526,7 @@ def is_targeted(config: Mapping[str, Any], module: str) -> bool:
     if targets == ALL_LINEAR:
         return not f"{module}.".startswith(HEADS)
     if isinstance(targets, str):
-        return re.fullmatch(targets, module) is not None
+        return fully_matched(targets, module)
     if module in targets:
         return True
     if not _is_listed(targets, module):
@@ -538,7 +537,7 @@ def is_targeted(config: Mapping[str, Any], module: str) -> bool:
     patterns = _listed(config.get("layers_pattern"))
     # The first number in the name, after what precedes numbers of layers.
     searched = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns] or [r".*?\.[^.]*\.(\d+)\."]
-    places = [place for pattern in searched if (place := re.match(pattern, module))]
+    places = [place for pattern in searched if (place := matched(pattern, module))]
     return bool(places) and int(places[0][1]) in layers
 
 

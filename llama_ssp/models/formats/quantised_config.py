@@ -3,13 +3,13 @@
 What cannot be read is refused here, before a weight is read.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ModelError
+from llama_ssp.models.patterns import complaint, matched
 
 METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "bitsandbytes", "modelopt")
 FORMATS = (
@@ -22,12 +22,7 @@ FORMATS = (
 )
 MODELOPT = "hf_quant_config.json"  # where modelopt says what config.json does not
 NVFP4_GROUP = 16  # inputs with one scale
-# gptq: settings of single layers, by patterns of their names. A pattern that could take for ever is refused.
-DYNAMIC = "dynamic"
-QUANTIFIED_GROUP = re.compile(r"\)[*+?{]")
-QUANTIFIER = re.compile(r"[*+{]")
-MOST_QUANTIFIERS = 4
-LONGEST_NAME = 120
+DYNAMIC = "dynamic"  # gptq: settings of single layers, by patterns of their names
 # Endings of the tensors that these add to quantised weights, or put in their place.
 SCALES = (".SCB", ".absmax", ".qweight", ".weight_packed", "_scale", "_scale_inv", "_scales")
 BLOCK_OF_4_BIT = 64  # of bitsandbytes: weights with one scale
@@ -70,9 +65,7 @@ class QuantisedConfig:
 
     def of_layer(self, name: str) -> "QuantisedConfig":
         """Returns what holds for the layer with this name."""
-        if not self.rules or len(name) > LONGEST_NAME:
-            return self
-        rule = next((rule for rule in self.rules if re.match(rule.pattern, name)), None)
+        rule = next((rule for rule in self.rules if matched(rule.pattern, name)), None)
         if rule is None:
             return self
         return replace(self, bits=rule.bits, group=rule.group, act_order=rule.act_order, rules=())
@@ -219,12 +212,8 @@ def _rules(claim: Mapping[str, Any], bits: int, group: int) -> tuple[LayerRule, 
         plain = pattern.removeprefix("+:")
         if plain.startswith("-:") or not own:
             continue
-        if QUANTIFIED_GROUP.search(plain) or len(QUANTIFIER.findall(plain)) > MOST_QUANTIFIERS:
-            raise Unreadable(f"gptq: dynamic {pattern[:80]!r}, a pattern of too many repetitions")
-        try:
-            re.compile(plain)
-        except re.error as error:
-            raise Unreadable(f"gptq: dynamic {pattern[:80]!r}: {error}") from None
+        if why := complaint(plain):
+            raise Unreadable(f"gptq: dynamic {pattern[:80]!r}: {why}")
 
         own_bits = int(own.get("bits", bits))
         own_group = int(own.get("group_size", group))
