@@ -1,7 +1,7 @@
 """The table of tensors: what it plans and what is built of it are what they were when there were two tables.
 
-The committed file has both, of each preset of that time over 1, 2, 3 and 8 ranks (tests/loaded_bytes.py). What
-is built is counted in the modules themselves: one table that both sides read proves nothing.
+The committed file has both, of the presets of that time over 1, 2, 3 and 8 ranks (tests/loaded_bytes.py).
+What is built is counted in the modules themselves: one table that both sides read proves nothing.
 """
 
 import json
