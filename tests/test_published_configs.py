@@ -225,6 +225,8 @@ def without_scaling(content: dict[str, Any]) -> dict[str, Any]:
     return {key: deepcopy(value) for key, value in content.items() if key != "rope_scaling"}
 
 
+EXPERTS = ("experts", "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers")
+OTHER_SIZES = ("family", "tied", "sliding_window", *EXPERTS)
 PRESETS = {}
 for _preset in options("model"):
     _model = composed([f"model={_preset}", "draft=none"]).model
@@ -238,5 +240,5 @@ def test_a_preset_has_the_sizes_of_the_published_config(preset: str, tmp_path: P
     model = PRESETS[preset]
     assert model.repo is not None
     said = outline(folder_of(model.repo, tmp_path))
-    for key in (*SIZES, "family", "experts", "experts_per_token", "expert_ffn", "tied", "sliding_window"):
+    for key in (*SIZES, *OTHER_SIZES):
         assert getattr(model, key) == getattr(said, key), key
