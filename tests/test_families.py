@@ -190,8 +190,8 @@ def test_what_is_not_planned_or_run_says_so_by_name(command: Command, tmp_path: 
 
 
 def test_a_draft_in_4_bit_without_a_row_names_what_works(command: Command, tmp_path: Path) -> None:
-    cohere = save(tmp_path, tiny("cohere", vocab_size=SIZE))
-    run = f"prompt={TEXT}", f"model={cohere}", "seed=1", "task.max_new_tokens=4", "k=2", "output=json"
+    olmo = save(tmp_path, tiny("olmo", vocab_size=SIZE))
+    run = f"prompt={TEXT}", f"model={olmo}", "seed=1", "task.max_new_tokens=4", "k=2", "output=json"
     refused = command(*run, "draft=int4")
     assert refused.code == 4
     assert "draft" in refused.errors[0] and refused.errors[0].endswith(
