@@ -252,6 +252,15 @@ def test_a_run_ends_well_though_its_machine_cannot_be_measured(
     assert not [*quick.glob("*.json")]
 
 
+def test_measuring_that_takes_too_long_is_given_up(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others begin to use the cores meanwhile, a run must not wait a minute for its last figure."""
+    monkeypatch.setattr(first_measurement, "MOST_S", 0.0)
+    measure_first(RunConf(), ALONE)
+    assert not [*quick.glob("*.json")]
+    with pytest.raises(calibrate.TooSlow):
+        calibrate.within(ALONE, 0.0, lambda: pytest.fail("it goes on"))
+
+
 def test_others_on_the_cores_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two cores that one rank of two threads needs, others may use a third of one."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

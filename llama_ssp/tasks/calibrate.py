@@ -140,7 +140,7 @@ class Effort:
     """How exactly constants are measured: by which rounds of how many tokens, and by how many bytes.
 
     Each is measured once, and then `repeats` times more, which alone count; but the first time counts where
-    half of `limit_s` is over by then.
+    half of `limit_s` is over by then. Where it takes twice `limit_s`, measuring is given up.
     """
 
     cases: Sequence[Case]
@@ -148,6 +148,10 @@ class Effort:
     streamed: int
     repeats: int
     limit_s: float = math.inf
+
+
+class TooSlow(Exception):
+    """Measuring takes much longer than it may: other programs use the machine."""
 
 
 class CalibrateTask(Task[CalibrateConf]):
@@ -227,6 +231,7 @@ def measured(
     """Returns the machine's constants, measured on all ranks at once, and the times of `others`, in turn."""
     device = device_of(run.placement.target_device, "placement.target_device")
     dtype = dtype_of(Dtype.auto, device, "model.dtype")
+    began = now()
     player = Player(run, ranks, effort.new)
     for case in effort.cases[:1]:
         player.play(case)  # a first model brings libraries with it
@@ -250,6 +255,8 @@ def measured(
         *(partial(elapsed_s, calls, ranks) for calls in calls_by_kind),
         *(partial(player.median_round_s, case) for case in effort.cases),
     ]
+    if effort.limit_s < math.inf:
+        works = [partial(within, ranks, began + 2 * effort.limit_s, work) for work in works]
     taken_s = in_turn([*works, *others], effort.repeats, partial(has_time, ranks, effort.limit_s))
     read_s, multiply_s, all_reduce_s, broadcast_s, *spent = taken_s
 
@@ -281,6 +288,14 @@ def measured(
     if effort.cases:
         cluster.times = fitted(cluster, effort.cases, rounds_s, dtype, ranks.world)
     return cluster, others_s
+
+
+def within(ranks: Ranks, end_s: float, work: Callable[[], float]) -> float:
+    """Returns the work's figure; raises TooSlow, on all ranks, if the leader's clock is past the end."""
+    (goes_on,) = ranks.broadcast_ints([int(now() < end_s)])
+    if not goes_on:
+        raise TooSlow
+    return work()
 
 
 def has_time(ranks: Ranks, limit_s: float, spent_s: float) -> bool:

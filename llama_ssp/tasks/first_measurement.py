@@ -37,6 +37,7 @@ from llama_ssp.tasks.calibrate import (
     WIDTH,
     Case,
     Effort,
+    TooSlow,
     keep,
     measured,
     shape,
@@ -72,6 +73,9 @@ def measure_first(run: RunConf, ranks: Ranks) -> None:
     try:
         with _errors_alone():
             cluster, _ = measured(_of_calibration(run), ranks, NAME, effort)
+    except TooSlow:
+        log.debug("this machine is not measured: it takes too long; the next run tries again")
+        return
     except (RunError, RuntimeError) as error:
         if ranks.world > 1:  # the other ranks wait for this one
             raise
