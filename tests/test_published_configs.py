@@ -21,6 +21,7 @@ from llama_ssp.models.folder import require_counts, require_safe
 from llama_ssp.models.model_config import hub_config
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.models.wrapped import TEXT
+from tests.checkpoints import edit
 from tests.published_configs import CONFIGS
 
 ROWS = 25
@@ -37,7 +38,6 @@ class Outcome:
 
 PLANNED = Outcome(planned=True)
 ONE_PROCESS = Outcome()
-RUNS_CODE = "needs to run code of its own.*auto_map"
 LINEAR = Outcome(refused_in_plan="cannot roll back.*linear_attention")
 MAMBA = Outcome(refused_in_plan="cannot roll back.*mamba_")
 UNKNOWN_WHOLE = "text part of this architecture is not known.*found "
@@ -98,15 +98,15 @@ EXPECTED = {
     "zai-org/GLM-5": INDEXED,
     "zai-org/GLM-5.1-FP8": INDEXED,
     "zai-org/GLM-5.2": INDEXED,
-    "deepseek-ai/DeepSeek-V3": Outcome(refused_at_load=RUNS_CODE),
-    "deepseek-ai/DeepSeek-R1": Outcome(refused_at_load=RUNS_CODE),
+    "deepseek-ai/DeepSeek-V3": ONE_PROCESS,
+    "deepseek-ai/DeepSeek-R1": ONE_PROCESS,
     "deepseek-ai/DeepSeek-V3.2": INDEXED,
     "deepseek-ai/DeepSeek-V4-Flash": Outcome(refused_at_load="cannot roll back.*compressed_sparse_attention"),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": MAMBA,
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8": MAMBA,
     "ibm-granite/granite-4.0-h-small": MAMBA,
     "microsoft/phi-4": PLANNED,
-    "microsoft/Phi-4-mini-instruct": Outcome(planned=True, refused_at_load=RUNS_CODE),
+    "microsoft/Phi-4-mini-instruct": PLANNED,
     "allenai/Olmo-3.1-32B-Instruct": PLANNED,
     "ByteDance-Seed/Seed-OSS-36B-Instruct": PLANNED,
     "LGAI-EXAONE/EXAONE-4.0-32B": PLANNED,
@@ -172,18 +172,29 @@ def test_what_happens_with_it(name: str, tmp_path: Path) -> None:
     assert is_planned(model) == expected.planned
     if expected.planned:
         assert sizes_of(model) == sizes_by_transformers(CONFIGS[name].config)
-    if expected.refused_at_load == RUNS_CODE:
-        with pytest.raises(ModelError, match=RUNS_CODE):
-            require_safe(folder)
-        return
     require_safe(folder)
     if CONFIGS[name].config["model_type"] not in CONFIG_MAPPING:
         pytest.skip("this transformers has no such model")
     if expected.refused_at_load:
         with pytest.raises(ModelError, match=expected.refused_at_load):
             hub_config(folder)
-    else:
-        assert hub_config(folder).model_type == model.family
+        return
+    content = CONFIGS[name].config
+    if "long_factor" not in str(content.get("rope_scaling")):  # where the table has no factors
+        (folder / "config.json").write_text(json.dumps(without_scaling(content)), encoding="utf-8")
+    assert hub_config(folder).model_type == model.family
+
+
+def test_code_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    """The control of DeepSeek's and Phi's: their auto_map names classes that transformers has."""
+    folder = folder_of("microsoft/Phi-4-mini-instruct", tmp_path)
+    require_safe(folder)
+    edit(
+        folder / "config.json",
+        lambda config: config.update(auto_map={"AutoModelForCausalLM": "modeling_phi3.Phi3MoreForCausalLM"}),
+    )
+    with pytest.raises(ModelError, match=r"needs to run code of its own.*auto_map"):
+        require_safe(folder)
 
 
 def sizes_of(model: ModelConf) -> dict[str, Any]:

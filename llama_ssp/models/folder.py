@@ -29,7 +29,10 @@ SAMPLE_BYTES = 512
 MAX_COUNT = 100_000  # of layers or labels: libraries make a list of this length, whatever the weights are
 COUNTED = re.compile("(layers?|labels?|attention_types)$")  # of a key of config.json that counts such
 TEMPLATES = "additional_chat_templates"  # a folder that libraries look into
-CODE_KEYS = ("auto_map", "trust_remote_code", "custom_generate")
+AUTO_MAP = "auto_map"
+# Ends of the names that transformers gives an architecture's classes.
+BUILT_IN = "config|model|forcausallm|forsequenceclassification|fortokenclassification"
+CODE_KEYS = (AUTO_MAP, "trust_remote_code", "custom_generate")
 CODE_KINDS = ("", "tokenizer_", "generation_", "processor_", "preprocessor_")  # of a config.json
 ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -294,6 +297,8 @@ def _require_no_code(path: Path) -> None:
         file = path / f"{kind}config.json"
         content = read_json(file) if file.exists() else {}
         needs = [key for key in CODE_KEYS if content.get(key)]
+        if kind == "" and AUTO_MAP in needs and _names_built_in(content):
+            needs.remove(AUTO_MAP)  # transformers' own class runs, and the folder's code does not
         # Attention and the like that would be fetched from a hub repository, as code.
         kernels = [key for key in content if key.endswith("_implementation") and "/" in str(content[key])]
         needs += [f"{key} {content[key]}" for key in kernels]
@@ -323,6 +328,22 @@ def _require_no_code(path: Path) -> None:
             where=path / ADAPTER,
             fix="put the adapter's files into a folder of their own, and name it: model.adapter=FOLDER",
         )
+
+
+def _names_built_in(config: dict[str, Any]) -> bool:
+    """Returns whether auto_map names only classes of the architecture itself, as `x.Phi3ForCausalLM` of phi3.
+
+    Models that were published before transformers had their architecture still bring its code.
+    """
+    own = str(config.get("model_type")).replace("_", "").lower()
+    entries = config[AUTO_MAP]
+    if not isinstance(entries, dict) or not own:
+        return False
+    names: list[object] = []
+    for entry in entries.values():
+        names += entry if isinstance(entry, list) else [entry]
+    classes = [str(name).rpartition(".")[2].lower() for name in names if name is not None]
+    return all(re.fullmatch(rf"{re.escape(own)}({BUILT_IN})", name) for name in classes)
 
 
 def require_inside(file: Path, folder: Path | None = None) -> None:
