@@ -24,9 +24,10 @@ from llama_ssp.models.formats.quantised_config import quantised_config
 
 # Layers whose keys can be forgotten from any position on.
 LAYER_KINDS = ("full_attention", "sliding_attention")
-# Keys of recurrent states, of convolutions along the text, and of attention within chunks.
+# Keys of recurrent states, of convolutions along the text, of attention within chunks, to the tokens that an
+# index chooses, and to compressed ones.
 OF_STATES = re.compile(
-    r"(linear_|mamba_|n_mamba|ssm_|time_step_|lru_|conv_kernel|state_size|attention_chunk)"
+    r"(linear_|mamba_|n_mamba|ssm_|time_step_|lru_|conv_kernel|state_size|attention_chunk|index_|compress_)"
 )
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
 PROJECTED = ("word_embed_proj_dim", "embedding_size")  # in these, embeddings may be narrower than layers
