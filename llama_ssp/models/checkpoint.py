@@ -278,7 +278,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def is_fp16(path: Path) -> bool:
     """Returns whether config.json says that the weights are fp16."""
-    config = {} if is_gguf(path) else read_config(path)
+    config = {} if is_gguf(path) else text_part(read_json(path / "config.json"))
     return config.get("dtype", config.get("torch_dtype")) == "float16"
 
 
