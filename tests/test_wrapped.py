@@ -55,7 +55,7 @@ def test_logits_are_those_of_the_whole_module(name: str, form: str, tmp_path: Pa
 
 
 def test_another_base_of_positions_is_seen(tmp_path: Path) -> None:
-    """The control: without what stands beside the sections of positions, logits differ."""
+    """The control: with another base next to the sections of positions, logits differ."""
     module = saved("qwen3-vl", "saved", tmp_path)
     checkpoints.edit(
         tmp_path / "config.json", lambda config: config["text_config"]["rope_parameters"].pop("rope_theta")
