@@ -47,7 +47,7 @@ def with_rows() -> Iterator[str]:
 
 
 def wholes_of(kind: str) -> list[str]:
-    """Returns the models that also see or hear and whose text part is usually of this type."""
+    """Returns the multimodal models whose text part is usually of this type."""
     return [whole for whole, text in TEXT_TYPES.items() if SAME_ON_TEXT.get(text, text) == kind]
 
 

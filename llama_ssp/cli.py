@@ -268,9 +268,9 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     cache_folder()  # all processes that this one starts inherit its name; a line about it comes once
     if task.name == "batch":
         checked = continued(checked)
-        asked = checked.task_as(BatchConf)
-        if asked.input is not None and asked.output is not None:
-            names_of(asked.input)  # models are fetched only for a file that is there
+        batch = checked.task_as(BatchConf)
+        if batch.input is not None and batch.output is not None:
+            names_of(batch.input)  # models are fetched only for a file that is there
         if not dry and (code := _shared(checked, job)) is not None:
             return code
     elif not dry:

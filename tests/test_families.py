@@ -220,7 +220,7 @@ def test_an_architecture_does_what_the_page_says(architecture: str, outcome: str
 def test_a_family_is_one_row() -> None:
     """No other module of the package names an architecture: what differs is in the rows of families.py.
 
-    wrapped.py has tables of the text parts of models that also see pictures, by their names.
+    wrapped.py has tables of the text parts of multimodal models, by their names.
     """
     every = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     named = {

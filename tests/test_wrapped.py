@@ -1,4 +1,4 @@
-"""The text part of checkpoints that also see: next to transformers' whole module, and in every other way."""
+"""The text part of multimodal checkpoints: next to transformers' whole module, and in every other way."""
 
 import json
 from dataclasses import replace

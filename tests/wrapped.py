@@ -1,4 +1,4 @@
-"""Small random checkpoints that also see, as transformers saves them and as they were published."""
+"""Small random multimodal checkpoints, as transformers saves them and as they were published."""
 
 import json
 from pathlib import Path

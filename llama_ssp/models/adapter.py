@@ -151,8 +151,8 @@ def require_fitting(model: ModelConf, role: str, checkpoint: Checkpoint | None) 
 
     flipped = () if known else None
     base = Base(shapes=shapes, family=family, prefix=prefix, tied=tied, flipped=flipped)
-    found = changes(adapter, base)
-    if left_out := _without_tensors(adapter, base, found):
+    result = changes(adapter, base)
+    if left_out := _without_tensors(adapter, base, result):
         log.warning(
             "%s %s: %d modules that %s names have no tensors in the adapter, and stay as they are: %s",
             role,
@@ -182,17 +182,19 @@ def require_for_module(model: ModelConf, dtype: Dtype, role: str) -> None:
     folder = adapter_folder(model)
     if folder is None:
         return
-    found = f"dtype={dtype.value}" if dtype in (Dtype.int8, Dtype.nf4, *OWN_CODES) else ""
+    reason = ""
+    if dtype in (Dtype.int8, Dtype.nf4, *OWN_CODES):
+        reason = f"dtype={dtype.value}"
     fix = f"write {role}.dtype=bf16"
     experts = [name for name in read_adapter(folder, role).shapes if OF_EXPERTS.search(name)]
     if experts:
-        found = experts[0]
+        reason = experts[0]
         fix = MERGE
-    if found:
+    if reason:
         raise ModelError(
             "the adapter cannot be merged into a model that transformers runs",
             where=f"{role} {model.name}",
-            found=found,
+            found=reason,
             allowed=f"bf16, fp16, fp32, and no experts; with placement.splitting=tensor all, for {TESTED}",
             fix=fix,
         )
@@ -376,7 +378,7 @@ def _unfit(adapter: Adapter, module: str, found: str, allowed: str) -> ModelErro
 def _named(base: Base, module: str) -> str | None:
     """Returns the model's name of the module's weight; None if it has no such module."""
     older = [module.replace(name, of_files) for name, of_files in OLDER_NAMES.items()]
-    in_text = text_name(f"{module}.weight") or ""  # of a checkpoint that also sees
+    in_text = text_name(f"{module}.weight") or ""  # of a multimodal checkpoint
     on_disk = [in_text, *(f"{name}.weight" for name in (module, *older))]
     names = [model_name(name, base.shapes, base.prefix) for name in on_disk]
     return next((name for name in names if name in base.shapes), None)
@@ -428,13 +430,13 @@ def _of_experts(adapter: Adapter, base: Base, module: str, pair: Mapping[str, st
     prefix = f"{names.blocks}.{layer[1] if layer else ''}."
     a_sizes = adapter.shapes[pair["A"]]
     b_sizes = adapter.shapes[pair["B"]]
-    found = f"A {a_sizes}, B {b_sizes}"
+    both_sizes = f"A {a_sizes}, B {b_sizes}"
     if (len(a_sizes), len(b_sizes)) != (2, 2):
-        raise _unfit(adapter, module, found, "two matrices")
+        raise _unfit(adapter, module, both_sizes, "two matrices")
     for parameter, rows in ((EXPERTS_UP, names.expert_up), (EXPERTS_DOWN, (names.expert_down,))):
         weights = [list(_experts_of(base, prefix, name)) for name in rows if name]
         if not all(weights) or not weights:
-            raise _unfit(adapter, module, found, "a model with experts")
+            raise _unfit(adapter, module, both_sizes, "a model with experts")
         sizes = base.shapes[weights[0][0]]
         is_stack = len(sizes) == 3  # (experts, inputs, outputs)
         experts = sizes[0] if is_stack else len(weights[0])
@@ -448,7 +450,7 @@ def _of_experts(adapter: Adapter, base: Base, module: str, pair: Mapping[str, st
             raise _untargeted(adapter, name, "target_parameters")
         rank = _by_pattern(adapter, "rank_pattern", name, adapter.config["r"])
         if (a_sizes[0], b_sizes[1]) != (rank * experts, rank * experts):
-            raise _unfit(adapter, name, found, f"rank {rank} of {experts} experts")
+            raise _unfit(adapter, name, both_sizes, f"rank {rank} of {experts} experts")
         return {
             weight: LowRank(
                 a=pair["A"],
@@ -463,7 +465,7 @@ def _of_experts(adapter: Adapter, base: Base, module: str, pair: Mapping[str, st
             for place, of_row in enumerate(weights)
             for expert, weight in enumerate(of_row)
         }
-    raise _unfit(adapter, module, found, "the sizes of the model's experts")
+    raise _unfit(adapter, module, both_sizes, "the sizes of the model's experts")
 
 
 def _experts_of(base: Base, prefix: str, name: str) -> Iterator[str]:

@@ -249,7 +249,7 @@ def inspect(path: Path) -> Checkpoint:
 def read_config(path: Path) -> dict[str, Any]:
     """Returns the content of config.json, or what it would be for a GGUF file.
 
-    Of a checkpoint that also sees or hears it is the config of its text part.
+    For a multimodal checkpoint it is the config of its text part.
     """
     if is_gguf(path):
         from llama_ssp.models.formats.gguf_header import read_header

@@ -37,7 +37,7 @@ class Names:
     correction: str = ""  # of the router's scores, where they decide which experts are chosen
     expert_up: tuple[str, ...] = ()
     expert_down: str = ""
-    others: tuple[tuple[str, str], ...] = ()  # names that some tools write, and these in their place
+    others: tuple[tuple[str, str], ...] = ()  # pairs: a name that another tool writes, and the one above
     shared_up: tuple[str, ...] = ()  # experts that all tokens go through, as one
     shared_down: str = ""
 

@@ -335,15 +335,15 @@ def _names_built_in(config: dict[str, Any]) -> bool:
 
     Models that were published before transformers had their architecture still bring its code.
     """
-    own = str(config.get("model_type")).replace("_", "").lower()
+    kind = str(config.get("model_type")).replace("_", "").lower()
     entries = config[AUTO_MAP]
-    if not isinstance(entries, dict) or not own:
+    if not isinstance(entries, dict) or not kind:
         return False
     names: list[object] = []
     for entry in entries.values():
         names += entry if isinstance(entry, list) else [entry]
     classes = [str(name).rpartition(".")[2].lower() for name in names if name is not None]
-    return all(re.fullmatch(rf"{re.escape(own)}({BUILT_IN})", name) for name in classes)
+    return all(re.fullmatch(rf"{re.escape(kind)}({BUILT_IN})", name) for name in classes)
 
 
 def require_inside(file: Path, folder: Path | None = None) -> None:

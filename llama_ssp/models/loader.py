@@ -242,7 +242,7 @@ def read(path: Path, dtype: Dtype, spread: Mapping[str, Any], offload: Path | No
 
 
 def _renaming(config: Any) -> dict[str, Any]:
-    """Returns how transformers is told the names of a text part's tensors."""
+    """Returns the argument that gives transformers the names of a text part's tensors."""
     if not hasattr(config, WHOLE):
         return {}
     return {"key_mapping": {f"^{re.escape(begin)}": name for begin, name in BEGINNINGS}}

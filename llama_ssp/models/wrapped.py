@@ -1,7 +1,7 @@
-"""The text part of a checkpoint that also sees or hears: its config, and the names of its tensors. No torch.
+"""The text part of a multimodal checkpoint: its config, and the names of its tensors. No torch.
 
 Such a config.json has the text model's values under `text_config`, or, of Qwen2-VL, among its own. Here they
-become the config of a causal model, so that nothing else in this program knows of the whole. The tensors of
+become the config of a causal model, so that the rest of the program sees a causal model alone. The tensors of
 the text part get the names that this causal model has; those of vision and audio are left out.
 """
 

@@ -226,7 +226,7 @@ def tokenizer_folder(path: Path) -> Path | None:
 def template_of(folder: Path) -> str | None:
     """Returns a model's chat template; None if it has none, or several by name.
 
-    Models that also see may have it where their processor looks for it.
+    Multimodal models may have it where their processor looks for it.
     """
     template = folder / "chat_template.jinja"
     if template.is_file():
@@ -309,7 +309,7 @@ def read_vocabularies(target: Path, draft: Path) -> tuple[Vocabulary | None, Voc
 def end_ids_of(path: Path) -> frozenset[int]:
     """Returns all ids that end a text, from generation_config.json or config.json, or a GGUF header.
 
-    A config.json of a model that also sees may have them with its text part.
+    The config.json of a multimodal model may have them with its text part.
 
     Raises ModelError for what is no id. An id may have no token: models have such, negative ones, too.
     """
