@@ -16,7 +16,7 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import complete, outlined
 from llama_ssp.models.families import FAMILIES as ROWS
 from llama_ssp.models.loader import load, load_module
-from llama_ssp.models.wrapped import DEFAULTS, SAME_ON_TEXT, TEXT_TYPES, text_part
+from llama_ssp.models.wrapped import ALWAYS, DEFAULTS, SAME_ON_TEXT, TEXT_TYPES, text_part
 from llama_ssp.text.tokenizer import HubTokens
 from llama_ssp.text.vocabulary import end_ids_of, read_vocabulary
 from tests import checkpoints
@@ -76,6 +76,21 @@ def test_ranks_read_their_parts(name: str, world: int, tmp_path: Path) -> None:
         results = together([partial(walked, part.decoder) for part in parts], ranks)
         for logits, texts in results:
             require_same(module, logits, texts)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-vl-moe"])
+def test_what_the_class_of_the_text_part_ignores_is_ignored(name: str, tmp_path: Path) -> None:
+    """transformers' classes of Qwen3-VL have no windows, and always norm the weights of experts."""
+    module = saved(name, "saved", tmp_path)
+    ignored = {
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "max_window_layers": 0,
+        "norm_topk_prob": False,
+    }
+    checkpoints.edit(tmp_path / "config.json", lambda config: config["text_config"].update(ignored))
+    with torch.inference_mode():
+        require_same(module, *walked(loaded(tmp_path).decoder))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-vl", "qwen3-vl-moe"])
@@ -214,7 +229,7 @@ def test_what_configs_leave_out_is_what_transformers_has(kind: str) -> None:
         differs = {key for key in usual.keys() & instead.keys() if usual[key] != instead[key]}
         differs -= {"model_type", "layer_types", "rope_parameters", "tie_word_embeddings", *TOKENS}
         differs = {"num_experts" if key == "num_local_experts" else key for key in differs}
-        assert differs <= DEFAULTS[kind].keys()
+        assert differs <= DEFAULTS[kind].keys() | ALWAYS.get(kind, {}).keys()
         assert rope["rope_theta"] == theta
 
 

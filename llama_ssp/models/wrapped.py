@@ -53,6 +53,11 @@ SAME_ON_TEXT = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
+# What these classes do, whatever the config says: they have no such keys.
+ALWAYS: dict[str, dict[str, Any]] = {
+    "qwen3_vl_text": {"use_sliding_window": False},
+    "qwen3_vl_moe_text": {"use_sliding_window": False, "norm_topk_prob": True},
+}
 MROPE = ("mrope_section", "mrope_interleaved")
 ROPE = ("rope_parameters", "rope_scaling")
 
@@ -148,7 +153,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts": 60,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
-        "norm_topk_prob": True,  # the class has no other way
     },
 }
 
@@ -184,7 +188,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     kind = inner.get("model_type") or TEXT_TYPES[whole]
     if not isinstance(kind, str):
         return config
-    result = {**DEFAULTS.get(kind, {}), **inner}
+    result = {**DEFAULTS.get(kind, {}), **inner, **ALWAYS.get(kind, {})}
     result |= _one_dimensional(result)
     result["model_type"] = SAME_ON_TEXT.get(kind, kind)
     result[WHOLE] = whole
