@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from bench.plan_rows import GpuRow, PublishedRow
+from bench.plan_rows import EngineRow, GpuRow, PublishedRow
 from llama_ssp.config import ClusterConf, DraftSeat, Dtype, ModelConf, PlacementConf, Steps, TimesConf
 from llama_ssp.config.presets import CONF
 from llama_ssp.distributed.placement import resolve
@@ -30,16 +30,18 @@ PROMPT = 18  # tokens of its texts, on average, and how many it writes
 NEW = 64
 
 
-def planned_ms(row: PublishedRow | GpuRow) -> float:
+def planned_ms(row: PublishedRow | GpuRow | EngineRow) -> float:
     """Returns the milliseconds of a token, a step or a round by the plan."""
     if isinstance(row, PublishedRow):
         return 1000 / published_rate(row.model, row.gpus)
+    if isinstance(row, EngineRow):
+        return _token_ms(row)
     return _round_ms(row) if row.k is not None else _step_ms(row)
 
 
-def measured_ms(row: PublishedRow | GpuRow) -> float:
+def measured_ms(row: PublishedRow | GpuRow | EngineRow) -> float:
     """Returns what was published, or what the results file has."""
-    if isinstance(row, PublishedRow):
+    if isinstance(row, PublishedRow | EngineRow):
         return 1000 / row.tokens_per_s
     figure = _figures(row.run)[row.part, row.figure]
     if row.k is not None:
@@ -62,6 +64,20 @@ def published_rate(model: str, gpus: int, cluster: str = "p4de") -> float:
     )
     cost = replace(cost, plain=plain, sums=2 * part.layers if gpus > 1 else 0)
     return 1 / forward_s(cost, preset_machine(cluster).times, 1, 1, 5)
+
+
+def _token_ms(row: EngineRow) -> float:
+    """Returns the milliseconds of a token of this engine, without drafts, after a prompt of 512 tokens."""
+    request = PlanRequest(
+        machine=replace(preset_machine(row.machine), gpus=row.gpus),
+        target=Role(TARGET, preset_model(row.model), Dtype(row.dtype)),
+        draft=None,
+        work=Workload(rows=1, prompt_tokens=512, new_tokens=128, k=0),
+        acceptance=1.0,
+        steps=step_rule(Steps.compiled, 0, on_cpu=False),
+    )
+    place = resolve(PlacementConf(), row.gpus, drafts=False)
+    return 1000 * round_times(request, place).round_s(0, 1.0)
 
 
 def _step_ms(row: GpuRow) -> float:

@@ -43,6 +43,48 @@ PUBLISHED = {
     "llama3.1-70b": {2: 16.03, 4: 37.45, 8: 58.78},
 }
 
+# One stream in plain decoding, as others published it: the engine and its source, the preset of the model and
+# of the machine, GPUs, number format, tokens a second. Nobody says how long the prompts were.
+OTHER_ENGINES = (
+    ("gpt-fast, README", "llama2-7b", "p4de", 1, "int8", 155.6),
+    ("gpt-fast, README", "llama2-7b", "p4de", 1, "int4", 196.8),
+    ("gpt-fast, README", "llama3.1-8b", "p4de", 1, "int8", 137.6),
+    ("gpt-fast, README", "llama2-70b", "p4de", 1, "int4", 25.25),
+    ("gpt-fast, README", "llama3.1-70b", "p4de", 8, "int8", 78.0),  # 75.6 to 80.4
+    ("gpt-fast, README", "llama3.1-70b", "p4de", 8, "int4", 90.8),
+    ("torchao, ao#392", "llama3.1-8b", "p4de", 1, "bf16", 94.9),
+    ("torchao, ao#392", "llama3.1-8b", "p4de", 1, "int8", 136.8),
+    ("torchao, ao#392", "llama3.1-8b", "p4de", 1, "int4", 179.4),
+    ("EAGLE with gpt-fast, README", "llama2-13b", "p4de", 1, "bf16", 33.2),
+    ("EAGLE with gpt-fast, README", "llama2-13b", "p4de", 1, "int4", 47.4),
+    ("SGLang, its documentation", "llama3.1-8b", "dgx_h100", 1, "bf16", 158.3),
+    ("SGLang, sglang#4716", "llama3.3-70b", "dgx_h100", 8, "bf16", 88.6),
+    ("SGLang, EAGLE#228", "qwen3-8b", "h200x8", 1, "bf16", 186.0),
+    ("SGLang, EAGLE#228", "qwen3-30b-a3b", "h200x8", 1, "bf16", 147.0),
+    ("SGLang, SpecForge#339", "qwen3-30b-a3b", "dgx_h100", 2, "bf16", 222.0),
+    ("SGLang, SpecForge#339", "qwen3-30b-a3b", "dgx_h100", 4, "bf16", 219.0),
+    ("vLLM, vllm#16937", "llama3.1-8b", "dgx_h100", 1, "bf16", 133.0),
+    ("vLLM 0.31, vllm#62258", "qwen3-8b", "dgx_h100", 1, "bf16", 124.7),
+    ("vLLM, vllm#12101", "llama3.3-70b", "dgx_h100", 4, "bf16", 52.3),
+    ("vLLM, llm-d#2074, 1 request a second", "qwen3-32b", "h200x8", 2, "bf16", 75.8),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRow:
+    """What another engine does in plain decoding: for information, by the plan of this engine."""
+
+    source: str
+    model: str
+    machine: str
+    gpus: int
+    dtype: str
+    tokens_per_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.source}: {self.model} {self.dtype} on {self.gpus} of {self.machine}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
@@ -119,7 +161,7 @@ class RealRow:
         return f"{self.model}, {self.dtype}, {self.engine}, {self.drafting}, {who}"
 
 
-Row = PublishedRow | GpuRow | SyntheticRow | RealRow
+Row = PublishedRow | GpuRow | EngineRow | SyntheticRow | RealRow
 
 
 def threads_of(count: int) -> str:
@@ -131,6 +173,20 @@ def published_rows() -> list[PublishedRow]:
         PublishedRow(model=model, gpus=gpus, tokens_per_s=rate)
         for model, rates in PUBLISHED.items()
         for gpus, rate in rates.items()
+    ]
+
+
+def engine_rows() -> list[EngineRow]:
+    return [
+        EngineRow(
+            source=source,
+            model=model,
+            machine=machine,
+            gpus=gpus,
+            dtype=dtype,
+            tokens_per_s=rate,
+        )
+        for source, model, machine, gpus, dtype, rate in OTHER_ENGINES
     ]
 
 
@@ -206,9 +262,11 @@ def real_rows() -> list[RealRow]:
 GROUPS = {
     "a100": published_rows,
     "h200": gpu_rows,
+    "engines": engine_rows,
     "synthetic": synthetic_rows,
     "real": real_rows,
 }
+FOR_INFORMATION = ("engines",)  # groups of which nothing is held out: no constant is chosen by them
 
 
 def every_second(rows: Sequence[Row]) -> list[str]:

@@ -134,6 +134,8 @@ def test_it_writes_a_cluster_that_plans_use(command, small, caplog):
     assert summary["plan"] is None, "plans are made of what it finds"
     written = yaml.safe_load(Path("mine/cluster/calibrated.yaml").read_text(encoding="utf-8"))
     assert written == summary["cluster"] | {"times": written["times"]} and written["gpu"] == "cpu"
+    assert written["times"]["kernel_gb_s"] > 0
+    assert written["times"]["kernel_tflops"] > 0
     assert (
         machine_for(ClusterConf(**written | {"times": TimesConf(**written["times"])})).times.bytes_per_s > 0
     )

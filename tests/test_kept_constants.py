@@ -15,6 +15,7 @@ from llama_ssp.config import CalibrateConf, ClusterConf, Dtype, RunConf, TimesCo
 from llama_ssp.config.compose import composed
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models.host_cores import FreeCores
+from llama_ssp.models.kernels import linear
 from llama_ssp.placing import kept_constants as kept
 from llama_ssp.placing.draft_length import Why
 from llama_ssp.placing.pairs import pair_specs
@@ -213,6 +214,25 @@ def test_the_first_run_measures_and_later_ones_do_not(quick: Path, monkeypatch: 
     with pytest.raises(AssertionError, match="measured again"):
         file.unlink()
         measure_first(RunConf(), ALONE)
+
+
+def test_the_first_run_with_our_kernels_measures_them(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager runs measure the machine once, without them."""
+    monkeypatch.setattr(linear, "is_loaded", lambda: False)
+    measure_first(RunConf(), ALONE)
+    (file,) = quick.glob("*.json")
+    without = file.read_bytes()
+    measure_first(RunConf(), ALONE)
+    assert file.read_bytes() == without
+    assert "kernel_gb_s" not in json.loads(without)["times"]
+
+    linear.operators()
+    monkeypatch.setattr(linear, "is_loaded", lambda: True)
+    measure_first(RunConf(), ALONE)
+    found = json.loads(file.read_bytes())["times"]
+    times = machine_for(ClusterConf()).times
+    assert times.kernel_bytes_per_s == found["kernel_gb_s"] * 1e9 > 0
+    assert times.kernel_flops_per_s == found["kernel_tflops"] * 1e12 > 0
 
 
 def test_of_a_gpu_sums_alone_are_measured_by_a_run(cache: Path) -> None:

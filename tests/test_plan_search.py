@@ -535,6 +535,7 @@ def test_rows_with_long_prompts_are_fewer() -> None:
 
 
 def test_on_a_cpu_rows_are_at_most_32() -> None:
-    quick = replace(CPU, times=replace(CPU.times, flops_per_s=1e15))
+    rates = {"flops_per_s": 1e15, "kernel_flops_per_s": 1e15}
+    quick = replace(CPU, times=replace(CPU.times, **rates))
     usual, more = (planned(on).rows_that_pay(4096) for on in (CPU, quick))
     assert planned(CPU).rows_that_pay(3) == 3 < usual < more == 32

@@ -3,12 +3,20 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 import pytest
 
 from bench.plan_known import measured_ms, planned_ms, published_rate
-from bench.plan_rows import GROUPS, PUBLISHED, every_second, gpu_rows, held_out, published_rows
+from bench.plan_rows import (
+    FOR_INFORMATION,
+    GROUPS,
+    PUBLISHED,
+    every_second,
+    gpu_rows,
+    held_out,
+    published_rows,
+)
 from llama_ssp.config import Dtype, ModelConf, Overlap, Splitting, Steps, TimesConf
 from llama_ssp.models.formats.kept import PLAIN, Kept
 from llama_ssp.models.layout import LAYERS
@@ -16,7 +24,7 @@ from llama_ssp.placing.engine import FEW_TOKENS, compiled_before, why_eager
 from llama_ssp.planner import speed
 from llama_ssp.planner.engine import launching_s
 from llama_ssp.planner.plan import make_plan
-from llama_ssp.planner.rates import PACKED_READ, plain_rate, rate_of
+from llama_ssp.planner.rates import plain_rate, rate_of
 from llama_ssp.planner.search import NOTABLE, PlanRequest, option, step_s
 from llama_ssp.planner.search import cost_of as cost_of_role
 from llama_ssp.planner.storage import CPU as CPU_KERNELS
@@ -104,7 +112,8 @@ def test_the_page_does_an_example_by_hand() -> None:
 
 def test_every_second_row_is_held_out() -> None:
     """Of each group, by name; the list was committed before any constant was chosen by it."""
-    by_rule = [name for rows in GROUPS.values() for name in every_second(rows())]
+    groups = [rows() for group, rows in GROUPS.items() if group not in FOR_INFORMATION]
+    by_rule = [name for rows in groups for name in every_second(rows)]
     assert sorted(by_rule) == sorted(held_out()) and len(by_rule) == len(set(by_rule)) > 70
 
 
@@ -314,8 +323,12 @@ def test_eager_steps_on_gpus_take_what_the_host_takes() -> None:
 
 FILES = sorted((ROOT / "bench" / "results").glob("coded_*.md"))
 TIMES_OFF = 1.5  # in both directions
+BY_TORCH = "bf16, torch's own"
+# Where a product is faster than planned: in nf4 several tokens are as fast as in 16 bit on this one.
+FASTER = {("coded_xeon-2-cores_202611", "nf4", tokens) for tokens in (5, 12)}
+WITHOUT_PACKING = 1.5  # of one token's time, where a file does not have torch's own: as in the other two
 GAP = 0.1  # over 16 bit: beyond it, which is faster must be known
-# But for these: a format has one rate, and packed 16 bit multiplies 12 tokens more slowly than 64.
+# But for these: a format has one rate.
 WRONG_SIDE = {("int4, groups of 128", 12), ("int4, groups of 32", 12), ("MXFP4", 12)}
 OUTPUTS = INPUTS = 4096
 TOKENS = 1, 2, 5, 12, 64
@@ -342,9 +355,19 @@ def measured(file: Path) -> tuple[speed.Times, dict[str, list[float]]]:
     table = [re.split(r"\s{2,}", line.strip()) for line in text.split("```")[1].strip().splitlines()[1:]]
     found = {name: [1e-6 * float(each) for each in numbers[2:7]] for name, *numbers in table}
     (gb_s,) = re.findall(r"fastest reading was ([\d.]+) GB/s", text)
-    rate = max(n / spent for times in found.values() for n, spent in zip(TOKENS, times, strict=True))
-    own = {"bytes_per_s": PACKED_READ * 1e9 * float(gb_s), "flops_per_s": 2 * OUTPUTS * INPUTS * rate}
-    return replace(CPU.times, **own, layer=0.0, step=0.0), found
+    torch_us, *_, torch_of_many = found.get(BY_TORCH, [WITHOUT_PACKING * found["bf16"][0], *found["bf16"]])
+    many = TOKENS[-1]
+    by_kernel = [n / spent for n, spent in zip(TOKENS, found["bf16"], strict=True)]
+    times = replace(
+        CPU.times,
+        bytes_per_s=2 * OUTPUTS * INPUTS / torch_us,
+        flops_per_s=2 * OUTPUTS * INPUTS * many / torch_of_many,
+        kernel_bytes_per_s=1e9 * float(gb_s),
+        kernel_flops_per_s=2 * OUTPUTS * INPUTS * median(by_kernel[-2:]),
+        layer=0.0,
+        step=0.0,
+    )
+    return times, found
 
 
 def product_s(times: speed.Times, tokens: int, codes: Kept) -> float:
@@ -356,23 +379,18 @@ def product_s(times: speed.Times, tokens: int, codes: Kept) -> float:
     return speed.Product(rate, size, weight.count).seconds(times, tokens)
 
 
-# Its torch has matrix units (AMX), which make bf16 of several rows, of which rates are shares, much faster.
-ON_AMX = pytest.mark.xfail(strict=True, reason="planned too fast: rates are of processors without AMX")
-
-
-@pytest.mark.parametrize(
-    "file",
-    [pytest.param(file, marks=[ON_AMX] if "xeon" in file.stem else [], id=file.stem) for file in FILES],
-)
+@pytest.mark.parametrize("file", [pytest.param(file, id=file.stem) for file in FILES])
 def test_products_take_as_long_as_measured(file: Path) -> None:
     """With memory of either speed; and the plan knows where 16 bit is faster."""
     times, found = measured(file)
     for name, codes in FORMATS.items():
         for tokens, spent, wide in zip(TOKENS, found[name], found["bf16"], strict=True):
             planned, over = product_s(times, tokens, codes), spent / wide
-            assert 1 / TIMES_OFF < planned / spent < TIMES_OFF, (name, tokens)
+            assert planned / spent > 1 / TIMES_OFF, (name, tokens)
+            is_faster = (file.stem, name, tokens) in FASTER
+            assert (planned / spent > TIMES_OFF) == is_faster, (name, tokens)
             is_slower = planned / product_s(times, tokens, PLAIN) > 1 + NOTABLE
-            if (name, tokens) not in WRONG_SIDE:
+            if (name, tokens) not in WRONG_SIDE and not is_faster:
                 assert abs(over - 1) < GAP or is_slower == (over > 1), (name, tokens)
 
 
@@ -386,7 +404,13 @@ def packed(table: str, bits: int, group: int = 64) -> ModelConf:
 def on_cpu(target: ModelConf, k: int, draft: ModelConf | None = None, acceptance: float = 0.8) -> PlanRequest:
     """On a CPU with the memory of a measurement."""
     found, _ = measured(FILES[0])
-    times = replace(CPU.times, bytes_per_s=found.bytes_per_s, flops_per_s=found.flops_per_s)
+    times = replace(
+        CPU.times,
+        bytes_per_s=found.bytes_per_s,
+        flops_per_s=found.flops_per_s,
+        kernel_bytes_per_s=found.kernel_bytes_per_s,
+        kernel_flops_per_s=found.kernel_flops_per_s,
+    )
     return PlanRequest(
         machine=replace(CPU, times=times),
         target=Role(TARGET, target, target.dtype),

@@ -429,6 +429,20 @@ def compared(fitting: Prediction) -> dict[str, Any]:
     return plan
 
 
+def test_rounds_that_drafted_less_are_planned_as_such(fitting: Prediction) -> None:
+    """N-grams: of ten rounds five had the four drafts, and the others none."""
+    run = replace(slower(fitting), drafts_a_round=2.0, tokens_a_round=1.5)
+    plan = compare_with_plan([run], [halved(fitting)])
+    assert plan is not None
+    times = fitting.times(1)
+    found = plan["ways"][0]["ms_per_token"]["predicted"]
+    assert found == pytest.approx(1000 * times.round_s(2, 0.7) / 1.5)
+    between = (times.round_s(2, 0.7) + times.round_s(3, 0.7)) / 2
+    assert times.mean_round_s(2.5, 0.7) == pytest.approx(between)
+    most = len(times.verify) - 1
+    assert times.mean_round_s(most + 3.0, 0.7) == times.round_s(most, 0.7)
+
+
 def test_the_time_is_predicted_beside_measured(compared: dict[str, Any]) -> None:
     assert compared["ways"][0]["ms_per_token"]["predicted_over_measured"] == pytest.approx(0.5)
     assert compared["ways"][1]["ms_per_token"]["measured"] is None

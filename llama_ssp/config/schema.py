@@ -236,6 +236,10 @@ class TimesConf:
     source: str = key("", "Where the figures are from.")
     bandwidth_share: float | None = number(None, 0.0, 2.0, "Share of the peak that a GEMV attains.", True)
     flops_share: float | None = number(None, 0.0, 2.0, "Share of the peak that a GEMM attains.", True)
+    kernel_gb_s: float | None = figure(
+        "GB/s at which our CPU kernels read packed weights; null is estimated.", True
+    )
+    kernel_tflops: float | None = figure("TFLOP/s of our CPU kernels, 16 tokens; null is estimated.", True)
     layer_us: float | None = figure("Microseconds of a layer, in addition to the reading of its bytes.")
     step_us: float | None = figure("Microseconds of a forward pass, in addition to its layers.")
     round_us: float | None = figure("Microseconds of a round, in addition to its passes.")

@@ -38,6 +38,7 @@ from llama_ssp.speculative.draft_length import Costs, lookahead_for
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.measure_costs import measured, measured_ks
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.speculative.stats import ratio
 from llama_ssp.speculative.verification import Rule
 from llama_ssp.text.prompts import CORRECT_PROMPTS, TextPrompt
 
@@ -289,6 +290,8 @@ class PairSession:
             ms_per_token=took,
             acceptance=accepted,
             held_bytes=held,
+            drafts_a_round=ratio(figures["tokens_drafted"], figures["row_rounds"]),
+            tokens_a_round=figures["tokens_per_target_forward"],
         )
 
 

@@ -31,7 +31,7 @@ FOLDER = "machine"
 # the job is planned as when it began (batch/job.py), with what is in this file, or with nothing.
 SWITCH = "LLAMA_SSP_MEASURED"
 OFF = "0"
-MEANING = 1  # of the constants; one more whenever the plan's formula gives one another meaning
+MEANING = 2  # of the constants; one more whenever the plan's formula gives one another meaning
 FIGURES = "gb_s", "tflops", "context_mib"
 NOT_YET = "this machine is not measured yet"
 OF_TIMES = tuple(each.name for each in fields(TimesConf) if each.name not in ("source", "all_reduce_us"))
@@ -80,6 +80,11 @@ class Constants:
     @property
     def source(self) -> str:
         return f"this machine, measured by {self.by}, {self.day}"
+
+    @property
+    def lacks_kernels(self) -> bool:
+        """Returns whether a run has measured a CPU of which it had not loaded our kernels."""
+        return self.by == BY_RUN and self.times.kernel_gb_s is None
 
     def lacks_sums(self, ranks: int) -> bool:
         """Returns whether sums over so many ranks have not been measured."""

@@ -19,6 +19,7 @@ from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory, communicato
 from llama_ssp.planner.memory import SEGMENTS
 from llama_ssp.planner.plan import worlds_of
 from llama_ssp.planner.search import PROB_BYTES, Option, PlanRequest, option, round_times, warnings_of_codes
+from llama_ssp.planner.speed import RoundTimes
 from llama_ssp.planner.storage import WEIGHTS
 from llama_ssp.planner.weights import CACHE, ModelPart, tensors
 from llama_ssp.planner.workload import DRAFT, GIB, TARGET
@@ -69,11 +70,15 @@ class Prediction:
             rows = more
         return rows
 
+    def times(self, rows: int) -> RoundTimes:
+        """Returns what rounds of so many rows take."""
+        request = replace(self.request, work=replace(self.request.work, rows=rows))
+        return round_times(request, self.option.placement)
+
     def ms_per_token(self, rows: int, k: int | None, acceptance: float | None) -> tuple[int, float]:
         """Returns K and milliseconds a token. None: the best K, the request's acceptance."""
-        request = replace(self.request, work=replace(self.request.work, rows=rows))
-        times = round_times(request, self.option.placement)
-        acceptance = request.acceptance if acceptance is None else acceptance
+        times = self.times(rows)
+        acceptance = self.request.acceptance if acceptance is None else acceptance
         k = times.best_k(acceptance) if k is None else min(k, len(times.verify) - 1)
         return k, times.ms_per_token(acceptance, k)
 
@@ -179,7 +184,8 @@ def warn_of_codes(prediction: Prediction) -> None:
 class RunMeasurement:
     """One way in which texts were generated: rows and drafts a round, speed, acceptance.
 
-    `k` is None where it was chosen while running. `held_bytes` are weights and caches on this rank.
+    `k` is None where it was chosen while running. `held_bytes` are weights and caches on this rank. A round
+    of a row had so many drafts and tokens in the mean: n-grams often draft nothing, whatever K is.
     """
 
     name: str
@@ -189,6 +195,8 @@ class RunMeasurement:
     ms_per_token: float | None
     acceptance: float | None
     held_bytes: int = 0
+    drafts_a_round: float | None = None
+    tokens_a_round: float | None = None
 
 
 def compare_with_plan(runs: Sequence[RunMeasurement], measured: Sequence[Bytes]) -> dict[str, Any] | None:
@@ -212,6 +220,10 @@ def compare_with_plan(runs: Sequence[RunMeasurement], measured: Sequence[Bytes])
 
 def _speed(run: RunMeasurement, prediction: Prediction) -> dict[str, Any]:
     k, ms = prediction.ms_per_token(run.rows, run.k, run.acceptance)
+    if run.drafts_a_round is not None and run.tokens_a_round:
+        times = prediction.times(run.rows)
+        seconds = times.mean_round_s(run.drafts_a_round, run.acceptance or 0.0)
+        ms = 1000 * seconds / (run.rows * run.tokens_a_round)
     return {
         "name": run.name,
         "placement": prediction.option.placement.in_words(),

@@ -1,7 +1,8 @@
 """How fast products with weights of each number format are: one rate a format and device. No torch.
 
-A rate is a share of what the machine's own figures say of torch's product in 16 bit, so that it holds for
-machines with other memories.
+A rate is a share of what the machine's own figures say, so that it holds for machines with other memories: of
+our CPU kernels' product with packed 16-bit weights, or of torch's product in 16 bit. Which of the two is
+faster, and by how much, depends on the processor: both are measured.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ from llama_ssp.planner.storage import CPU, CUDA, Storage, Weight, by_bitsandbyte
 
 @dataclass(frozen=True)
 class Rate:
-    """Bytes of weights and scales are read at the share `read` of the machine's bandwidth, and multiplied at
-    the share `multiply` of its arithmetic."""
+    """Bytes of weights and scales are read at the share `read` of a bandwidth, and multiplied at the share
+    `multiply` of an arithmetic rate: those of our CPU kernels, or, without `by_kernel`, of torch."""
 
     read: float
     multiply: float
+    by_kernel: bool = False
 
 
 PLAIN_RATE = Rate(read=1.0, multiply=1.0)
@@ -35,20 +37,24 @@ BITSANDBYTES_NF4 = "nf4 of bitsandbytes"
 WIDE = 64  # inputs of a group that is not small
 FP8_TABLES = ("e4m3", "e5m2")
 
-# Our CPU kernels read bytes in this share of the time that torch's product takes, in compiled steps, as
-# bench/plan_speed.py engine=compiled measured; single large matrices take 0.55 to 0.6 (bench/linear.py).
+# Where our CPU kernels are not measured: they read bytes in this share of the time that torch's product
+# takes, in compiled steps on an EPYC (bench/results/plan_speed_compiled_epyc-2-cores_202611.md), and multiply
+# at this share of torch's rate (coded_*epyc*.md). On processors with matrix units (AMX) torch multiplies
+# several times as fast as our kernels do.
 PACKED_READ = 0.35
+PACKED_MULTIPLY = 0.85
 
 RATES: dict[tuple[str, str], Rate] = {
-    # Measured, AVX-512 with bf16 (bench/results/coded_*epyc*.md), with memory of two speeds: codes are
-    # almost as fast a byte as packed 16 bit; from some ten tokens on a product takes the time of the cores.
-    (CPU, PACKED): Rate(read=1 / PACKED_READ, multiply=0.85),
-    (CPU, FOUR): Rate(read=0.9 / PACKED_READ, multiply=0.8),
-    (CPU, FOUR_FINE): Rate(read=0.9 / PACKED_READ, multiply=0.8),
-    (CPU, EIGHT): Rate(read=0.93 / PACKED_READ, multiply=0.66),
-    (CPU, FP8): Rate(read=0.93 / PACKED_READ, multiply=0.66),
-    (CPU, CURVE): Rate(read=0.83 / PACKED_READ, multiply=0.49),
-    (CPU, DECODED): Rate(read=0.017, multiply=0.8),
+    # Measured on two processors, with AVX-512 and with AMX (bench/results/coded_*.md), and chosen between the
+    # two: codes are almost as fast a byte as packed 16 bit; from some ten tokens on a product takes the time
+    # of the cores.
+    (CPU, PACKED): Rate(read=1.0, multiply=1.0, by_kernel=True),
+    (CPU, FOUR): Rate(read=0.8, multiply=0.9, by_kernel=True),
+    (CPU, FOUR_FINE): Rate(read=0.8, multiply=0.9, by_kernel=True),
+    (CPU, EIGHT): Rate(read=0.8, multiply=0.7, by_kernel=True),
+    (CPU, FP8): Rate(read=0.8, multiply=0.7, by_kernel=True),
+    (CPU, CURVE): Rate(read=0.75, multiply=0.76, by_kernel=True),
+    (CPU, DECODED): Rate(read=0.0102, multiply=0.8),
     # Measured in the same files and in linear_*.md. One token of LLM.int8 is faster: 0.57 and 0.87 of the
     # time in 16 bit; two and more take 1.4 to 1.5 of it.
     (CPU, LLM_INT8): Rate(read=0.33, multiply=0.8),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from llama_ssp.config import Dtype, Overlap, TimesConf
 from llama_ssp.models.layout import BUFFERS, EMBEDDING, EXPERTS, POSITIONS
-from llama_ssp.planner.rates import Rate, plain_rate, rate_of
+from llama_ssp.planner.rates import PACKED_MULTIPLY, PACKED_READ, Rate, plain_rate, rate_of
 from llama_ssp.planner.storage import AS_THEY_ARE, Storage, bytes_of, width
 from llama_ssp.planner.weights import ModelPart, held, weights
 from llama_ssp.planner.workload import Role
@@ -52,6 +52,8 @@ class Times:
 
     bytes_per_s: float
     flops_per_s: float
+    kernel_bytes_per_s: float
+    kernel_flops_per_s: float
     layer: float
     step: float
     round: float
@@ -76,8 +78,13 @@ class Product:
 
     def seconds(self, times: Times, tokens: int) -> float:
         """Returns the time of a pass of `tokens` tokens: the longer of reading and multiplying."""
-        reading = self.bytes / (times.bytes_per_s * self.rate.read)
-        multiplying = 2 * self.numbers * tokens / (times.flops_per_s * self.rate.multiply)
+        bytes_per_s = times.bytes_per_s
+        flops_per_s = times.flops_per_s
+        if self.rate.by_kernel:
+            bytes_per_s = times.kernel_bytes_per_s
+            flops_per_s = times.kernel_flops_per_s
+        reading = self.bytes / (bytes_per_s * self.rate.read)
+        multiplying = 2 * self.numbers * tokens / (flops_per_s * self.rate.multiply)
         return max(reading, multiplying)
 
 
@@ -132,10 +139,20 @@ def times_of(
     """
     band = CPU_BAND if on_cpu else BAND
     attained = BYTES_PER_S / 1e9 / CALIBRATED_GB_S if conf.bandwidth_share is None else conf.bandwidth_share
+    bytes_per_s = gb_s * 1e9 * attained
+    flops_per_s = tflops * 1e12 * (FLOPS_SHARE if conf.flops_share is None else conf.flops_share)
+    kernel_bytes_per_s = bytes_per_s / PACKED_READ
+    if conf.kernel_gb_s is not None:
+        kernel_bytes_per_s = conf.kernel_gb_s * 1e9
+    kernel_flops_per_s = flops_per_s * PACKED_MULTIPLY
+    if conf.kernel_tflops is not None:
+        kernel_flops_per_s = conf.kernel_tflops * 1e12
     reduce = conf.all_reduce_us or {n: 1e6 * (SUM_S + SUM_S_PER_RANK * (n - 1)) for n in (2, 4, 8, 16)}
     return Times(
-        bytes_per_s=gb_s * 1e9 * attained,
-        flops_per_s=tflops * 1e12 * (FLOPS_SHARE if conf.flops_share is None else conf.flops_share),
+        bytes_per_s=bytes_per_s,
+        flops_per_s=flops_per_s,
+        kernel_bytes_per_s=kernel_bytes_per_s,
+        kernel_flops_per_s=kernel_flops_per_s,
         layer=LAYER_S if conf.layer_us is None else conf.layer_us / 1e6,
         step=(conf.step_us or 0.0) / 1e6,
         round=(conf.round_us or 0.0) / 1e6,
@@ -266,6 +283,13 @@ class RoundTimes:
         if self.goes_ahead(k, acceptance):
             return self._ahead_s(k, acceptance)
         return self.proposal_s(k) + self.verify[k]
+
+    def mean_round_s(self, drafts: float, acceptance: float) -> float:
+        """Returns the seconds of a round that has so many drafts in the mean."""
+        low = min(int(drafts), len(self.verify) - 1)
+        high = min(low + 1, len(self.verify) - 1)
+        share = min(drafts - low, 1.0)
+        return (1 - share) * self.round_s(low, acceptance) + share * self.round_s(high, acceptance)
 
     def goes_ahead(self, k: int, acceptance: float) -> bool:
         """Returns whether the draft runs while the target verifies; with `auto` where that is faster."""

@@ -2,7 +2,8 @@
 
 The check (tasks/machine) comes first. Where it finds a fault nothing is measured.
 
-Bandwidth, arithmetic, sums and messages are timed by themselves. The other constants are fitted by least
+Bandwidth, arithmetic, sums and messages are timed by themselves, and on a CPU the product of our own kernels
+with packed weights, by which compiled steps are planned. The other constants are fitted by least
 squares to rounds of small synthetic models of several depths, widths and vocabularies, regular and
 speculative: a constant's share of a round is what the plan's formula (planner/search.py) gives for that
 constant alone. The rounds go through the engine of every task, and all works are timed in turn, because
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.config import (
@@ -52,6 +54,8 @@ from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import ModelError, writing
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, now
 from llama_ssp.models.host_memory import process_bytes
+from llama_ssp.models.kernels import linear
+from llama_ssp.models.kernels.build import complaint
 from llama_ssp.pair.run import Run, RunSettings
 from llama_ssp.pair.session import PairSession
 from llama_ssp.placing.decision import as_asked
@@ -99,6 +103,7 @@ STREAMED = {"cpu": 2**28, "cuda": 2**32}  # bytes: more than any cache holds
 # One matrix in LONG_PART is multiplied with GEMM_ROWS rows, those of a long prompt's chunk.
 GEMM_ROWS = 512
 LONG_PART = 8
+KERNEL_ROWS = 16  # with which our CPU kernels multiply: many rows of a batch, or several of a few drafts
 RESIDUAL = 2048  # numbers of a token's residual, which ranks sum
 CALLS = 50  # sums and messages that are timed together
 FREE = 1e6  # GB/s and TFLOP/s at which bytes and sums cost nothing
@@ -139,6 +144,9 @@ class Case:
 class Effort:
     """How exactly constants are measured: by which rounds of how many tokens, and by how many bytes.
 
+    `builds`: our CPU kernels are measured even if they have to be compiled for it, and not only where this
+    process has used them.
+
     Each is measured once, and then `repeats` times more, which alone count; but the first time counts where
     half of `limit_s` is over by then. Where it takes twice `limit_s`, measuring is given up.
     """
@@ -148,6 +156,7 @@ class Effort:
     streamed: int
     repeats: int
     limit_s: float = math.inf
+    builds: bool = False
 
 
 class TooSlow(Exception):
@@ -209,7 +218,13 @@ def require_place(task: CalibrateConf) -> None:
 
 def full_effort(device: torch.device, repeats: int) -> Effort:
     """Returns what a calibration takes: most of a minute on a CPU."""
-    return Effort(cases=cases(), new=NEW, streamed=STREAMED[device.type], repeats=repeats)
+    return Effort(
+        cases=cases(),
+        new=NEW,
+        streamed=STREAMED[device.type],
+        repeats=repeats,
+        builds=True,
+    )
 
 
 def keep(cluster: ClusterConf, world: int, by: str) -> None:
@@ -251,6 +266,13 @@ def measured(
         [partial(ranks.all_reduce, residual)] * CALLS,
         [partial(ranks.broadcast_ints, [1] * 8)] * CALLS,
     ]
+    has_kernels = device.type == CPU and all_have_kernels(ranks, effort.builds)
+    if has_kernels:
+        packed = [linear.packed(weight) for weight in weights]
+        calls_by_kind += [
+            [partial(by_kernel, row, weight) for weight in packed],
+            [partial(by_kernel, rows[:KERNEL_ROWS], weight) for weight in packed],
+        ]
     works: list[Callable[[], float]] = [
         *(partial(elapsed_s, calls, ranks) for calls in calls_by_kind),
         *(partial(player.median_round_s, case) for case in effort.cases),
@@ -259,6 +281,10 @@ def measured(
         works = [partial(within, ranks, began + 2 * effort.limit_s, work) for work in works]
     taken_s = in_turn([*works, *others], effort.repeats, partial(has_time, ranks, effort.limit_s))
     read_s, multiply_s, all_reduce_s, broadcast_s, *spent = taken_s
+    kernel_s = list[float]()
+    if has_kernels:
+        kernel_s = spent[:2]
+        spent = spent[2:]
 
     where = describe(device)
     if device.type == "cpu":
@@ -268,6 +294,11 @@ def measured(
     if ranks.world > 1:
         times.all_reduce_us = {ranks.world: _short(1e6 * all_reduce_s / CALLS)}
         times.message_us = _short(1e6 * broadcast_s / CALLS)
+    if kernel_s:
+        reading_s, multiplying_s = kernel_s
+        times.kernel_gb_s = _short(sum(weight.nbytes for weight in weights) / reading_s / 1e9)
+        products = 2 * KERNEL_ROWS * sum(weight.numel() for weight in weights)
+        times.kernel_tflops = _short(products / multiplying_s / 1e12)
     cluster = ClusterConf(
         name=name,
         gpu=CPU if device.type == "cpu" else torch.cuda.get_device_name(device),
@@ -288,6 +319,22 @@ def measured(
     if effort.cases:
         cluster.times = fitted(cluster, effort.cases, rounds_s, dtype, ranks.world)
     return cluster, others_s
+
+
+def all_have_kernels(ranks: Ranks, builds: bool) -> bool:
+    """Returns whether all ranks have our CPU kernels; if it `builds`, they are compiled where they lack."""
+    if builds and not linear.is_loaded():
+        try:
+            linear.operators()
+        except Exception as error:  # whatever compiler and loader raise
+            log.info("our CPU kernels are not measured: %s", complaint(error))
+    return all(have for (have,) in ranks.gather_ints([int(linear.is_loaded())]))
+
+
+def by_kernel(x_TK: Tensor, packed: Tensor) -> Tensor:
+    """Returns the product with a packed matrix that is as wide as high."""
+    product: Tensor = torch.ops.llama_ssp.linear(x_TK, packed, None, x_TK.shape[-1])
+    return product
 
 
 def within(ranks: Ranks, end_s: float, work: Callable[[], float]) -> float:

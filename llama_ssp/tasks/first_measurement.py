@@ -4,6 +4,8 @@ It takes a calibration's way (calibrate.py) with fewer and shorter rounds, in 3 
 then: it is not slower, and not decided by what is measured. While other programs use the cores nothing is
 measured, and the next run tries again.
 
+Our CPU kernels are measured where the run has used them, or else by the first run that does.
+
 Of GPUs only sums over ranks and messages are measured. Their other constants are of CUDA graphs, which take
 long to make: those of the GPU's preset hold until a calibration.
 """
@@ -23,6 +25,7 @@ from llama_ssp.errors import RunError
 from llama_ssp.models.devices import device_of, now
 from llama_ssp.models.host_cores import LEAST_S, core_times, free_cores
 from llama_ssp.models.host_memory import memory_here
+from llama_ssp.models.kernels import linear
 from llama_ssp.placing.kept_constants import BY_RUN, Constants, can_keep, threads_of
 from llama_ssp.placing.this_machine import kept_of
 from llama_ssp.planner.storage import CPU
@@ -122,7 +125,10 @@ def _is_wanted(run: RunConf, ranks: Ranks) -> bool:
         kept = kept_of(run, ranks.world)
         if kept is not None:
             constants = kept.constants or Constants()
-            is_wanted = constants.lacks_sums(ranks.world) or (kept.constants is None and kept.on_cpu)
+            is_wanted = constants.lacks_sums(ranks.world)
+            if kept.on_cpu:
+                lacks_kernels = constants.lacks_kernels and linear.is_loaded()
+                is_wanted = is_wanted or kept.constants is None or lacks_kernels
     (answer,) = ranks.broadcast_ints([int(is_wanted)])
     return bool(answer)
 

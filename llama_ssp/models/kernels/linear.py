@@ -74,6 +74,11 @@ def operators() -> None:
         torch.library.register_fake(f"llama_ssp::{name}", functools.partial(_shaped, dtype=dtype))
 
 
+def is_loaded() -> bool:
+    """Returns whether this process has the operator."""
+    return operators.cache_info().currsize > 0
+
+
 def _shaped(
     x: Tensor, packed: Tensor, bias: Tensor | None, width: int, *, dtype: torch.dtype | None
 ) -> Tensor:
