@@ -6,7 +6,7 @@
 
 The rows are those of plan_rows.py, of which every second one is held out. Rows of this machine are measured
 in parts, and each result is kept in `state`: the same command goes on where an earlier one stopped, which is
-after `minutes` at the latest. The machine is calibrated before, for each number of threads and ranks.
+after `minutes` at the latest.
 
 * real: `llama-ssp generate` with a published model; predicted and measured are those of its own summary.
 * synthetic: pairs of several shapes, in turn with a calibration, so that a machine with drifting speed
@@ -150,11 +150,19 @@ def parts(rows: dict[str, list[Row]], asked: Asked) -> Iterator[Part]:
 
 
 def _real(asked: Asked, threads: int, ranks: int, rows: list[Row]) -> Results:
-    """Calibrates for these threads and ranks, and yields each row's figures as its summary has them."""
-    words = ["calibrate", f"ranks={ranks}", f"folder={CACHE / 'calibrated'}"]
-    _command([*words, f"repeats={1 if asked.small else asked.repeats}"], threads)
+    """Yields each row's figures as its summary has them.
+
+    The machine is calibrated for these threads and ranks before the rows of each model, format and engine:
+    its own speed changes within minutes.
+    """
+    calibrate = ["calibrate", f"ranks={ranks}", f"folder={CACHE / 'calibrated'}", "repeats=1"]
+    before = None
     for row in rows:
         assert isinstance(row, RealRow)
+        block = row.model, row.dtype, row.engine
+        if block != before:
+            _command(calibrate, threads)
+        before = block
         document = _command(_words_of(row, asked), threads)
         (way,) = document["plan"]["ways"]
         both = way["ms_per_token"]
