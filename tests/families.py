@@ -20,16 +20,18 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.config import Weights as WeightsFrom
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.assemble import decoder, wanted
-from llama_ssp.models.attention import Places
 from llama_ssp.models.causal_lm import CausalModel, kernels_of
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import family_of
-from llama_ssp.models.interface import Model
+from llama_ssp.models.interface import Model, Tally
+from llama_ssp.models.kv_cache import KVCache
 from llama_ssp.models.linear import Kernels, LayerFormat
 from llama_ssp.models.loader import differences
+from llama_ssp.models.passes import all_rows
 from llama_ssp.models.safetensors_io import FileSource
+from llama_ssp.models.wrapped import naming
 from llama_ssp.speculative.state import Prompt
 from tests.rig import perturbed
 
@@ -51,7 +53,10 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "rotary_dim": 4,
     "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
     "num_kv_shared_layers": 0, "axial_pos_embds": False,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16}
 
 
 def rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -123,6 +128,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.7, "use_qk_norm": True, "n_shared_experts": 2,
         },
     ),
+    "qwen3_5": ("qwen3_5_text", HYBRID),
+    "qwen3_5_moe": ("qwen3_5_moe_text", HYBRID),
+    "qwen3_next": ("qwen3_next", HYBRID),
     "apertus": ("apertus", LLAMA_3),
     "hunyuan": (
         "hunyuan_v1_dense",
@@ -160,6 +168,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4-moe-all": ("glm4_moe", {"first_k_dense_replace": 0}),
+    "qwen3.5-biased": ("qwen3_5", {"attention_bias": True}),
+    "qwen3.5-one-value-a-key": ("qwen3_5", {"linear_num_key_heads": 4}),
+    "qwen3.5-three-values-a-key": ("qwen3_5", {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 2}),
+    "qwen3-next-mixed": ("qwen3_next", {"mlp_only_layers": [1], "norm_topk_prob": False}),
     "apertus-biased": ("apertus", {"attention_bias": True}),
     "hunyuan-plain": ("hunyuan", rope("default")),
     "falcon-one-norm": ("falcon-gqa", {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 40}),
@@ -236,7 +248,23 @@ def random_module(config: Any, mild: bool, seed: int = 0, dtype: torch.dtype = t
         for key, parameter in model.named_parameters():
             even = 8.0 if parameter.ndim > 1 and "norm" not in key else 1.0
             parameter.mul_(even if mild else _factor(key, bool(config.tie_word_embeddings)))
-    return model.to(dtype).eval()
+    return remembering(model).to(dtype).eval()
+
+
+def remembering(module: Any) -> Any:
+    """Gives linear attention decays that are neither 0 nor 1, and betas of all sizes; returns the module.
+
+    As transformers draws its weights, a state forgets a token at the next one.
+    """
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            if key.endswith("A_log"):
+                parameter.copy_(torch.linspace(0.01, 0.4, len(parameter)).log())
+            elif key.endswith("dt_bias"):
+                parameter.copy_(torch.linspace(-2.0, 0.5, len(parameter)))
+            elif key.endswith(("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")):
+                parameter.mul_(0.25)
+    return module
 
 
 def build(
@@ -266,7 +294,10 @@ def changed_module(architecture: str) -> Any:
             each = {kind: {"rope_type": "default", "rope_theta": 50.0 + n} for n, kind in enumerate(kinds)}
             changes["rope_parameters"] = each
 
-    changes |= family_of(architecture).needs
+    family = family_of(architecture)
+    changes |= family.needs
+    if family.names.delta is not None:
+        changes["layer_types"] = ["full_attention", "linear_attention", "linear_attention"]
     config = config_of(architecture, changes, SIZES | CHANGED)
     return varied(random_module(config, mild=True))
 
@@ -357,7 +388,9 @@ def decoder_of(module: Any, ranks: Ranks = ALONE, drafts: bool = False, **how: A
     form = LayerFormat(DTYPES[module.dtype], **how)
     with TemporaryDirectory() as folder:
         module.save_pretrained(folder)
-        with closing(FileSource(Path(folder), wanted(module.config), module.base_model_prefix)) as source:
+        names, prefix = wanted(module.config), module.base_model_prefix
+        name_of = naming(module.config.to_dict())
+        with closing(FileSource(Path(folder), names, prefix, name_of)) as source:
             unlike = differences(wanted(module.config), source.shapes, module.config)
             assert not any(unlike.values()), unlike
             return decoder(module.config, source, ranks, form, drafts)
@@ -375,8 +408,9 @@ def model_of(
 
 
 def runnable(module: Any, name: str) -> Model:
-    """The module as transformers runs it, or our decoder where its attention makes its own masks."""
-    if family_of(module.config.model_type).masks_inside:
+    """The module as transformers runs it, or our decoder where it makes its own masks, or keeps states."""
+    family = family_of(module.config.model_type)
+    if family.masks_inside or family.names.delta is not None:
         return DecoderModel(decoder_of(module), module.config, name)
     return CausalModel(module, name)
 
@@ -388,30 +422,32 @@ PASSES = [
     ((14, 13, 6), (17, 9, 1)), ((31, 22, 7), (1, 5, 1)), ((30, 27, 8), (1, 1, 1)),
 ]  # fmt: skip
 CAPACITY = 48
+REWINDS = 3  # tokens that PASSES roll back
 TOLERANCE = 1e-5  # of the largest logit
 
 
-def caches_of(model: Decoder, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values that are garbage where nothing has been written."""
-    caches = []
-    for block in model.blocks:
-        size = block.attention.head_dim
-        shape = block.attention.sizes[1] // size, rows * CAPACITY, size
-        keys, values = (torch.full(shape, 7.0, dtype=model.embedding.weight.dtype) for _ in "kv")
-        caches.append((keys, values))
-    return caches
+def cache_of(model: Decoder, rows: int) -> KVCache:
+    """A cache that holds garbage where nothing has been written."""
+    cache = KVCache.of(
+        rows=rows, capacity=CAPACITY, shapes=model.cache_shapes, dtype=model.embedding.weight.dtype,
+        device=torch.device("cpu"), tally=Tally(), rewinds=REWINDS,
+    )  # fmt: skip
+    for layer in cache.layers:
+        for tensor in layer:
+            if tensor.is_floating_point():
+                tensor.fill_(7.0)
+    return cache
 
 
 def walked(model: Decoder, **how: Any) -> tuple[list[Tensor], list[list[int]]]:
     """The logits of every row in every pass, and the text that they follow."""
-    caches, texts, generator = caches_of(model, 3), [[], [], []], torch.Generator().manual_seed(0)
+    cache, texts, generator = cache_of(model, 3), [[], [], []], torch.Generator().manual_seed(0)
     logits, prefixes = [], []
     for start, count in PASSES:
         tokens = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in count]
         texts = [text[:s] + new for text, s, new in zip(texts, start, tokens, strict=True)]
-        rows = [(row * CAPACITY, s, n) for row, (s, n) in enumerate(zip(start, count, strict=True))]
         token_T = torch.tensor([token for new in tokens for token in new])
-        logit_TV, _ = model(token_T, Places.of(rows, torch.device("cpu"), **how), caches)
+        logit_TV, _ = model(token_T, cache.places(all_rows(start, count), **how), cache.layers)
         logits += [part for part, n in zip(logit_TV.split(count), count, strict=True) if n]
         prefixes += [text for text, n in zip(texts, count, strict=True) if n]
     return logits, prefixes
@@ -432,6 +468,11 @@ def synthetic(family: str, **changes: Any) -> ModelConf:
         if row.names.shared_down:
             mixed["shared_ffn"] = 36
         experts = {"experts": 4, "experts_per_token": 2, **mixed}
+    if row.names.delta is not None:
+        experts |= {
+            "linear_layers": 2, "linear_key_heads": 3, "linear_value_heads": 6, "linear_key_dim": 8,
+            "linear_value_dim": 10, "linear_kernel": 4,
+        }  # fmt: skip
     return ModelConf(
         name="made", weights=WeightsFrom.synthetic, family=family, n_layers=4, n_heads=6,
         n_kv_heads=3 if row.grouped or row.multi_query else 6, head_dim=16, dim=96, ffn=148, vocab=101,

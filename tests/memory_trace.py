@@ -183,4 +183,5 @@ def _held(causal: DecoderModel) -> int:
 
 
 def cache_bytes(cache: KVCache) -> int:
-    return sum(tensor.nbytes for layer in cache.layers for tensor in layer)
+    tensors = {id(tensor): tensor for layer in cache.layers for tensor in layer}  # layers may share one
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -71,25 +71,26 @@ class Run:
 def engine_of(
     target: Model, draft: Model | HeadModel | str | None = None, rule: Rule | str = "block", *,
     sampling: SamplingConfig | None = None, ends: Iterable[int] = (), draws: Any = 0,
-    vocab: int | None = None, bridge: Intersection | None = None, chunk: int = 512,
+    vocab: int | None = None, bridge: Intersection | None = None, chunk: int = 512, rewinds: int = 16,
 ) -> Engine:  # fmt: skip
     """The engine of one process. `draft` is a model, a trained head, "ngram", or None.
 
     `draws` is a seed, or a source of draws; `bridge` leads from the draft's tokenizer to the target's.
+    `rewinds` is the largest K.
     """
     source = CounterDraws(draws) if isinstance(draws, int) else draws
     replay, vocab = getattr(source, "replay", None), vocab or target.vocab
     transform = SamplingTransform(sampling or SamplingConfig(), tuple(sorted(ends)), vocab, replay)
-    target_runner = ModelRunner(target, chunk)
+    target_runner = ModelRunner(target, chunk, rewinds)
     drafter, sampler = Drafter(), Sampler(transform, source)
     if draft == "ngram":
         drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
     elif isinstance(draft, HeadModel):
         drafter = head_drafter(draft, target_runner, sampler)
     elif bridge is not None:
-        drafter = IntersectionDrafter(ModelRunner(draft, chunk), sampler, bridge)
+        drafter = IntersectionDrafter(ModelRunner(draft, chunk, rewinds), sampler, bridge)
     elif draft is not None:
-        drafter = ModelDrafter(ModelRunner(draft, chunk), sampler)
+        drafter = ModelDrafter(ModelRunner(draft, chunk, rewinds), sampler)
     decides = RULES[rule] if isinstance(rule, str) else rule
     return Engine(target_runner, drafter, sampler, decides)
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.models.attention import Places
 from llama_ssp.models.decoder import Decoder, Xielu
-from llama_ssp.models.experts import Experts
+from llama_ssp.models.delta import DeltaNet
+from llama_ssp.models.experts import Experts, GatedExperts
 from llama_ssp.models.families import FAMILIES, TESTED_FAMILIES
 from llama_ssp.models.interface import Tally
 from llama_ssp.models.kernels import attention as kernel
 from llama_ssp.models.kernels.large_pages import PAGE
 from llama_ssp.models.kv_cache import KVCache
+from llama_ssp.models.passes import all_rows
 from llama_ssp.models.shape import reason_against, shape_of
 from tests import families
 from tests.families import VOCAB, build, changed_module, decoder_of, module_of, require_same, walked
@@ -74,6 +75,11 @@ CONTROLS: list[tuple[str, dict[str, Any]]] = [
     ("olmo3", {"whole_qk_norm": False}),
     ("olmo3", {"window": None}),
     ("seed_oss", {"unbiased_output": False}),
+    ("qwen3_5", {"norm_offset": 0}),
+    ("qwen3_5", {"gated_attention": False}),
+    ("qwen3_5_moe", {"names": replace(FAMILIES["qwen3_5_moe_text"].names, shared_gate="")}),
+    ("qwen3_next", {"names": replace(FAMILIES["qwen3_next"].names, shared_gate="")}),
+    ("qwen3-next-mixed", {"normed_top": None}),
 ]
 
 
@@ -117,6 +123,28 @@ def without(decoder: Decoder, kind: type[nn.Module], name: str, number: float | 
                 getattr(module, name).fill_(number)
 
 
+def one_tap(decoder: Decoder) -> None:
+    for module in decoder.modules():
+        if isinstance(module, DeltaNet):
+            module.kernel[:, :-1] = 0.0
+
+
+def forget(decoder: Decoder) -> None:
+    """Each pass begins as a text does."""
+    for module in decoder.modules():
+        if isinstance(module, DeltaNet):
+            plain = module.forward
+            module.forward = lambda x, turns, cache, places, plain=plain: plain(
+                x, turns, [cache[0], torch.zeros_like(cache[1]), cache[2]], places
+            )
+
+
+def open_gates(decoder: Decoder) -> None:
+    for module in decoder.modules():
+        if isinstance(module, GatedExperts):
+            module.gate.weight.fill_(0.0)
+
+
 FAULTS: dict[str, tuple[str, Callable[[Decoder], None]]] = {
     "a base that follows the text": ("hunyuan", use_one_base),
     "one table for all kinds of layers": ("olmo3", use_one_base),
@@ -127,6 +155,12 @@ FAULTS: dict[str, tuple[str, Callable[[Decoder], None]]] = {
     "weights with another sum": ("glm4_moe", partial(route, normed=False)),
     "normed weights": ("glm4-moe-one-group", partial(route, normed=True)),
     "no shared experts": ("glm4_moe", partial(without, kind=Experts, name="shared", number=None)),
+    "decays of 1": ("qwen3_5", partial(without, kind=DeltaNet, name="decay", number=-100.0)),
+    "steps of one size": ("qwen3_5", partial(without, kind=DeltaNet, name="step")),
+    "no convolution": ("qwen3_next", one_tap),
+    "another norm of what is read": ("qwen3_5_moe", partial(without, kind=DeltaNet, name="norm", number=1.0)),
+    "states that are lost between passes": ("qwen3_5", forget),
+    "a gate that is open": ("qwen3_5_moe", open_gates),
     "another curve above 0": ("apertus", partial(without, kind=Xielu, name="above")),
     "another curve below 0": ("apertus", partial(without, kind=Xielu, name="below")),
     "the usual beta": ("apertus", partial(without, kind=Xielu, name="beta", number=0.5)),
@@ -183,22 +217,24 @@ def test_gpt_oss_of_a_config_without_its_gate():
 
 
 @torch.inference_mode()
-def test_neighbours_do_not_change_a_row_by_a_bit():
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3_5"])
+def test_neighbours_do_not_change_a_row_by_a_bit(family):
     """In fp32, where the pass has as many tokens: whatever the other rows hold, wherever the row stands.
 
     Another number of tokens may be another kernel, which adds in another order. The control: another text.
     """
-    decoder, text = decoder_of(build("llama-gqa")), torch.arange(13) % VOCAB
+    decoder, text = decoder_of(build(family)), torch.arange(13) % VOCAB
 
     def logits(place: int, neighbours: int, text: Tensor) -> Tensor:
         """The last pass's logits of the row with the text."""
-        caches, generator = families.caches_of(decoder, 3), torch.Generator().manual_seed(neighbours)
+        cache, generator = families.cache_of(decoder, 3), torch.Generator().manual_seed(neighbours)
         order = [(row - place) % 3 for row in range(3)]  # the text is row 0
         for start, count in (((0, 0, 0), (9, 5, 2)), ((9, 5, 2), (4, 1, 3))):
             parts = [torch.randint(0, VOCAB, (n,), generator=generator) for n in count]
             parts[0] = text[start[0] : start[0] + count[0]]
-            rows = [(i * families.CAPACITY, start[row], count[row]) for i, row in enumerate(order)]
-            logit_TV, _ = decoder(torch.cat([parts[row] for row in order]), Places.of(rows, CPU), caches)
+            spans = all_rows([start[row] for row in order], [count[row] for row in order])
+            token_T = torch.cat([parts[row] for row in order])
+            logit_TV, _ = decoder(token_T, cache.places(spans), cache.layers)
         return logit_TV.split([count[row] for row in order])[place]
 
     expected = logits(0, 0, text)

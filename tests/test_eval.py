@@ -51,6 +51,9 @@ class Sheet:
     def clear(self, row: int) -> None:
         self.token_BS[row] = 0
 
+    def resumable(self, row: int, length: int) -> int:
+        return length
+
 
 class Calculator(Model):
     """A model of bytes that knows multiplication; `knows` tells which questions it gets right."""
@@ -61,7 +64,7 @@ class Calculator(Model):
     def __init__(self, model: ModelConf, knows: Callable[[int, int], bool]) -> None:
         self.name, self._knows = model.name, knows
 
-    def new_cache(self, rows: int, capacity: int) -> Sheet:
+    def new_cache(self, rows: int, capacity: int, rewinds: int = 0) -> Sheet:
         return Sheet(torch.zeros(rows, capacity, dtype=torch.int64))
 
     def logits(self, token_BW: Tensor, pass_: Pass, cache: Sheet) -> Tensor:

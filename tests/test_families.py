@@ -30,8 +30,8 @@ from tests.warm import ROOT
 
 PACKAGE = ROOT / "llama_ssp"
 PAGE = ROOT / "bench" / "results" / "architectures_epyc-2-cores_202611.md"
-# Windows in turn, softcaps; positions in a table; parallel blocks; one key head; experts; sinks.
-CERTIFIED = "gemma2", "gpt_neo", "gpt_neox", "falcon", "qwen3_moe", "gpt_oss", "llama-gqa"
+# Windows in turn, softcaps; positions in a table; parallel blocks; one key head; experts; sinks; states.
+CERTIFIED = "gemma2", "gpt_neo", "gpt_neox", "falcon", "qwen3_moe", "gpt_oss", "llama-gqa", "qwen3_5"
 SIZE, NEW, TEXT = 300, 12, "the quick brown"
 ENDS = {"vocab_size": SIZE, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 
@@ -160,9 +160,10 @@ def test_a_model_without_a_row_is_planned_by_the_headers_of_its_files(
 
 
 RECURRENT = {
-    "qwen3_next": {"linear_num_key_heads": 2, "linear_conv_kernel_dim": 4},
+    "bamba": {"mamba_n_heads": 2},
     "llama4_text": {"attention_chunk_size": 8192},
-    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "conv"]},
 }
 
 
@@ -243,17 +244,20 @@ def test_a_row_names_the_layers_of_its_module() -> None:
     for name, (family, _) in FAMILIES.items():
         module, row = build(name), FAMILY_ROWS[family]
         (blocks,) = (part for part in module.modules() if isinstance(part, torch.nn.ModuleList))
+        number = shape_of(module.config).attending[0]  # layers of linear attention have other names
         linears = [
             (path.rpartition(".")[2], part)
-            for path, part in blocks[0].named_modules()
+            for path, part in blocks[number].named_modules()
             if isinstance(part, torch.nn.Linear)
         ]
-        is_dense = not shape_of(module.config).blocks[0].experts
-        mlp = (*row.names.up, row.names.down) if is_dense else ()
-        named = {path.rpartition(".")[2] for path in (*row.names.qkv, row.names.output, *mlp)}
+        is_dense = not shape_of(module.config).blocks[number].experts
+        mlp = (*row.names.up, row.names.down) if is_dense else (row.names.shared_gate,)
+        if row.names.shared_gate:
+            mlp = (*mlp, *row.names.shared_up, row.names.shared_down)
+        named = {path.rpartition(".")[2] for path in (*row.names.qkv, row.names.output, *mlp) if path}
         assert {leaf for leaf, _ in linears} == named, name
         assert {leaf for leaf, part in linears if part.bias is not None} == set(row.biased), name
-        norms = [part for part in blocks[0].modules() if "norm" in type(part).__name__.lower()]
+        norms = [part for part in blocks[number].modules() if "norm" in type(part).__name__.lower()]
         planned = sum(map(bool, shape_of(module.config).norms))
         assert len(norms) == planned + 2 * shape_of(module.config).qk_norm, name
         has_biases = row.layer_norm and not row.unbiased_norms

@@ -90,7 +90,7 @@ class Scripted:
     def __init__(self, moved: float = 0.5) -> None:
         self.moved = moved
 
-    def new_cache(self, rows: int, capacity: int) -> KVCache:
+    def new_cache(self, rows: int, capacity: int, rewinds: int = 0) -> KVCache:
         return KVCache(rows=rows, capacity=capacity, device=self.device)
 
     def logits(self, token_BW: Tensor, pass_: Pass, cache: KVCache) -> Tensor:

@@ -20,6 +20,7 @@ from llama_ssp.models.checkpoint import outlined
 from llama_ssp.models.folder import require_counts, require_safe
 from llama_ssp.models.model_config import hub_config
 from llama_ssp.models.sharding import is_planned
+from llama_ssp.models.sizes import LINEAR_SIZES
 from llama_ssp.models.wrapped import TEXT
 from tests.checkpoints import edit
 from tests.published_configs import CONFIGS
@@ -37,15 +38,15 @@ class Outcome:
 
 PLANNED = Outcome(planned=True)
 ONE_PROCESS = Outcome()
-LINEAR = Outcome(refused_in_plan="cannot roll back.*linear_attention")
+MIXED = Outcome(refused_in_plan="cannot be read.*modelopt, MIXED_PRECISION")
 MAMBA = Outcome(refused_in_plan="cannot roll back.*mamba_")
 UNKNOWN_WHOLE = "text part of this architecture is not known.*found "
 INDEXED = Outcome(refused_in_plan="cannot roll back.*index_")
 EXPECTED = {
-    "Qwen/Qwen3.5-35B-A3B": LINEAR,
-    "nvidia/Qwen3.6-35B-A3B-NVFP4": LINEAR,
-    "Qwen/Qwen3.5-27B": LINEAR,
-    "nvidia/Qwen3.6-27B-NVFP4": LINEAR,
+    "Qwen/Qwen3.5-35B-A3B": PLANNED,
+    "nvidia/Qwen3.6-35B-A3B-NVFP4": MIXED,
+    "Qwen/Qwen3.5-27B": PLANNED,
+    "nvidia/Qwen3.6-27B-NVFP4": MIXED,
     "Qwen/Qwen3-VL-2B-Instruct": PLANNED,
     "Qwen/Qwen3-VL-4B-Instruct": PLANNED,
     "Qwen/Qwen3-VL-8B-Instruct": PLANNED,
@@ -90,7 +91,7 @@ EXPECTED = {
     "mistralai/Ministral-3-3B-Instruct-2512": PLANNED,
     "mistralai/Ministral-3-14B-Instruct-2512": PLANNED,
     "Qwen/Qwen3.8-Flash-Next": Outcome(refused_in_plan=UNKNOWN_WHOLE + "qwen4_exp"),
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": Outcome(refused_in_plan="cannot roll back.*linear_conv_kernel_dim"),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": PLANNED,
     "zai-org/GLM-4.5-Air": PLANNED,
     "zai-org/GLM-4.7-Flash": ONE_PROCESS,
     "zai-org/GLM-5": INDEXED,
@@ -212,7 +213,7 @@ def sizes_by_transformers(content: dict[str, Any]) -> dict[str, Any]:
         "n_kv_heads": config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "dim": config.hidden_size,
-        "ffn": config.intermediate_size,
+        "ffn": getattr(config, "intermediate_size", None) or config.moe_intermediate_size,
         "vocab": config.vocab_size,
         "context": config.max_position_embeddings,
         "tied": tied,
@@ -231,7 +232,7 @@ def without_scaling(content: dict[str, Any]) -> dict[str, Any]:
 
 
 EXPERTS = ("experts", "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers")
-OTHER_SIZES = ("family", "tied", "sliding_window", *EXPERTS)
+OTHER_SIZES = ("family", "tied", "sliding_window", *EXPERTS, *LINEAR_SIZES)
 PRESETS = {}
 for _preset in options("model"):
     _model = composed([f"model={_preset}", "draft=none"]).model

@@ -65,11 +65,13 @@ def test_another_base_of_positions_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", ["gemma3", "qwen3-vl-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-vl-moe", "qwen3.5-moe"])
 def test_ranks_read_their_parts(name: str, world: int, tmp_path: Path) -> None:
     heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
-    changes = {"moe_intermediate_size": 20} if name == "qwen3-vl-moe" else {"intermediate_size": 50}
-    module = saved(name, "saved", tmp_path, **heads, **changes)
+    heads |= {"linear_num_key_heads": 3, "linear_num_value_heads": 9} if name == "qwen3.5-moe" else {}
+    changes = {"moe_intermediate_size": 20} if name.endswith("moe") else {"intermediate_size": 50}
+    form = "published" if name == "qwen3.5-moe" else "saved"
+    module = saved(name, form, tmp_path, **heads, **changes)
     ranks = ranks_of(world)
     parts = [loaded(tmp_path, ranks=rank) for rank in ranks]
     with torch.inference_mode():
@@ -93,7 +95,7 @@ def test_what_the_class_of_the_text_part_ignores_is_ignored(name: str, tmp_path:
         require_same(module, *walked(loaded(tmp_path).decoder))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3-vl", "qwen3-vl-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe"])
 def test_greedy_text_of_a_speculative_run(name: str, command: Command, tmp_path: Path) -> None:
     module = saved(name, "saved", tmp_path, **ENDS)
     checkpoints.write_tokenizer(tmp_path, checkpoints.tokenizer(SIZE))

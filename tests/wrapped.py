@@ -1,6 +1,7 @@
 """Small random multimodal checkpoints, as transformers saves them and as they were published."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from tests.checkpoints import WEIGHTS, Tensors, edit, edit_tensors
-from tests.families import SIZES, varied
+from tests.families import HYBRID, SIZES, remembering, varied
 
 # Sizes of a small vision part, under every name that architectures have for them.
 VISION: dict[str, Any] = {
@@ -29,6 +30,8 @@ WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2.5-vl": ("qwen2_5_vl", "qwen2_5_vl_text", {}),
     "qwen3-vl": ("qwen3_vl", "qwen3_vl_text", {"head_dim": 12}),
     "qwen3-vl-moe": ("qwen3_vl_moe", "qwen3_vl_moe_text", {"head_dim": 12}),
+    "qwen3.5": ("qwen3_5", "qwen3_5_text", HYBRID),
+    "qwen3.5-moe": ("qwen3_5_moe", "qwen3_5_moe_text", HYBRID),
 }
 SECTIONS = {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 500.0}
 # How names begin in published files, by how they begin in files that transformers 5 saves.
@@ -43,6 +46,8 @@ PUBLISHED = {
 }
 PUBLISHED |= {"llava": PUBLISHED["mistral3"], "llava-mistral": PUBLISHED["mistral3"]}
 PUBLISHED |= {"qwen2-vl": PUBLISHED["qwen"], "qwen2.5-vl": PUBLISHED["qwen"]}
+PUBLISHED |= {"qwen3.5": {}, "qwen3.5-moe": {}}  # with experts in one tensor, and a layer that drafts
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def known_by(kind: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +61,7 @@ def whole_model(name: str, **changes: Any) -> Any:
     usual = CONFIG_MAPPING[text]()
     sizes = known_by(usual, SIZES) | own | changes | {"model_type": text}
     if name.startswith("qwen"):
-        sizes["rope_parameters"] = SECTIONS
+        sizes["rope_parameters"] = dict(SECTIONS)  # a class adds what it lacks
     vision = CONFIG_MAPPING[whole]().vision_config
     seen = known_by(vision, VISION) | {"model_type": vision.model_type}
     config = CONFIG_MAPPING[whole](text_config=sizes, vision_config=seen, tie_word_embeddings=False)
@@ -66,7 +71,7 @@ def whole_model(name: str, **changes: Any) -> Any:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(8.0 if parameter.ndim > 1 else 1.0)
-    return varied(module).eval()
+    return varied(remembering(module)).eval()
 
 
 def publish(name: str, folder: Path) -> None:
@@ -86,8 +91,32 @@ def publish(name: str, folder: Path) -> None:
         config["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
 
     edit_tensors(folder, rename)
-    if name.startswith("qwen"):
+    if name.startswith("qwen2"):
         edit(folder / "config.json", flatten)
+    if name.startswith("qwen3.5"):
+        edit_tensors(folder, add_drafting_layer)
+        edit_tensors(folder, stack_experts)
+
+
+def add_drafting_layer(tensors: Tensors) -> None:
+    """Adds a layer for multi-token prediction, whose tensors look like those of layer 0."""
+    first = "model.language_model.layers.0."
+    for name in [name for name in tensors if name.startswith(first)]:
+        tensors[f"mtp.layers.0.{name.removeprefix(first)}"] = torch.full_like(tensors[name], torch.nan)
+    tensors["mtp.fc.weight"] = torch.ones(4, 8)
+
+
+def stack_experts(tensors: Tensors) -> None:
+    """Has the experts of a layer in two tensors, with their outputs before their inputs."""
+    matrices: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    for name in list(tensors):
+        if match := EXPERT.fullmatch(name):
+            matrices.setdefault(match[1], {})[int(match[2]), match[3]] = tensors.pop(name)
+    for stem, parts in matrices.items():
+        experts = range(len(parts) // 3)
+        both = [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in experts]
+        tensors[f"{stem}.gate_up_proj"] = torch.stack(both)
+        tensors[f"{stem}.down_proj"] = torch.stack([parts[number, "down"] for number in experts])
 
 
 def wrap(folder: Path, whole: str = "mistral3") -> None:

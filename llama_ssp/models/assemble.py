@@ -22,7 +22,8 @@ from llama_ssp.models.decoder import (
     WholeNorms,
     Xielu,
 )
-from llama_ssp.models.experts import Experts, Gate, Layers, Routing, activation_of
+from llama_ssp.models.delta import DeltaNet
+from llama_ssp.models.experts import Experts, Gate, GatedExperts, Layers, Routing, activation_of
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.kernels.expert_stacks import Stack
@@ -138,7 +139,7 @@ class Assembly:
         for place in BLOCK_NORMS:
             rows = rows_of(self.shape, Part(place))
             norms[place] = self.norm(rows[0], prefix) if rows else nn.Identity()
-        attention = self.attention(prefix, own)
+        attention = self.delta(prefix) if own.linear else self.attention(prefix, own)
         mlp = self.experts(prefix) if own.experts else self.dense_mlp(prefix)
         return_memory()  # parts that were joined, or quantised
         return Block(attention, mlp, norms, self.shape.residual_scale, self.shape.parallel)
@@ -147,8 +148,11 @@ class Assembly:
         shape = self.shape
         heads = self.share.heads
         sinks = self.read(self.row(Part.sinks), prefix) if shape.family.names.sinks else None
+        counts = [heads.queries, heads.kvs, heads.kvs]
+        if shape.family.gated_attention:
+            counts = [heads.queries, *counts]
         layout = HeadLayout(
-            sizes=[count * shape.head_dim for count in (heads.queries, heads.kvs, heads.kvs)],
+            sizes=[count * shape.head_dim for count in counts],
             head_dim=shape.head_dim,
             scores=Scores(scale=shape.scale, window=own.window, softcap=shape.softcap),
             rotary=own.rotary,
@@ -162,6 +166,22 @@ class Assembly:
             heads=layout,
             norms=self.qk_norms(prefix),
             sink_H=sinks,
+        )
+
+    def delta(self, prefix: str) -> DeltaNet:
+        shape = self.shape
+        assert shape.delta is not None
+        return DeltaNet(
+            inputs=self.columns(prefix, Part.delta_in),
+            output=self.rows(prefix, Part.delta_out),
+            kernel_CK=self.read(self.row(Part.delta_conv), prefix)[:, 0],
+            decay_H=self.read(self.row(Part.delta_decay), prefix),
+            step_H=self.read(self.row(Part.delta_step), prefix),
+            norm_E=self.read(self.row(Part.delta_norm), prefix),
+            key_heads=self.share.delta_heads.kvs,
+            key_dim=shape.delta.key_dim,
+            activation=shape.activation,
+            epsilon=shape.epsilon,
         )
 
     def qk_norms(self, prefix: str) -> nn.Module | None:
@@ -203,16 +223,19 @@ class Assembly:
             limit=self.read_buffer(self.row(Part.limit), prefix),
         )
 
-    def shared_experts(self, prefix: str) -> Mlp | None:
+    def shared_experts(self, prefix: str) -> nn.Module | None:
         """Returns this rank's term of the experts that all tokens go through."""
         if not self.shape.shared_ffn:
             return None
-        return Mlp(
+        mlp = Mlp(
             up=self.columns(prefix, Part.shared_up),
             down=self.form.linear(self._read_for_product(self.row(Part.shared_down), prefix)),
             activation=activation_of(self.shape.activation),
             gated=True,
         )
+        if not self.shape.family.names.shared_gate:
+            return mlp
+        return GatedExperts(gate=dense(self.read(self.row(Part.shared_gate), prefix)), mlp=mlp)
 
     def experts(self, prefix: str) -> Experts:
         """Returns the router, which every rank has, and this rank's columns of all experts."""
@@ -326,7 +349,11 @@ class Assembly:
 
     def read(self, row: TensorRow, prefix: str = "", name: str = "") -> Tensor:
         """Returns this rank's part of the weight; `name`: of another tensor of these sizes."""
-        return self._numbers(self._part(row, name or prefix + row.weight)).to(self.device)
+        part = self._part(row, name or prefix + row.weight)
+        if row.wide:
+            assert isinstance(part, Tensor)
+            return part.to(torch.promote_types(self.form.numbers, torch.float32)).to(self.device)
+        return self._numbers(part).to(self.device)
 
     def read_buffer(self, row: TensorRow, prefix: str) -> Tensor:
         """Returns a tensor that is in fp32 whatever the number format."""

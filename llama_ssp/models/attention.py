@@ -41,14 +41,17 @@ Attend = Callable[["Places", Tensor, Tensor, Tensor, Scores, "Tensor | None"], T
 class Places:
     """Where each token of a pass stands, as the tensors that compiled steps take; and how the tokens attend.
 
-    The programs of compiled steps have no `rows`. `long_T` says which tokens have the second scale of
-    positions; None: those at positions beyond its limit.
+    The programs of compiled steps have no `rows`, and no sizes of the cache (kv_cache.py): `capacity` slots
+    of a row, and a `ring` of states, or 0. `long_T` says which tokens have the second scale of positions;
+    None: those at positions beyond its limit.
     """
 
     position_T: Tensor
     first_T: Tensor
     attend: Attend
     rows: tuple[Row, ...] = ()
+    capacity: int = 0
+    ring: int = 0
     long_T: Tensor | None = None
     masks: dict[tuple[int, int, int | None], Tensor | None] = field(default_factory=dict)
     _slot_T: Tensor | None = None

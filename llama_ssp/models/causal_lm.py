@@ -24,7 +24,8 @@ from llama_ssp.models.kv_cache import KVCache
 from llama_ssp.models.passes import Pass, sent
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
-from llama_ssp.models.sizes import LAYER_KINDS, unforgetting
+from llama_ssp.models.sharding import require_module
+from llama_ssp.models.sizes import layer_kinds, unforgetting
 
 RUNNING: ContextVar[Pass | None] = ContextVar("pass", default=None)  # that makes its masks now
 OTHER = "choose another architecture"
@@ -112,15 +113,7 @@ class CausalModel(Model):
         # transformers gives all rows of a pass one scale of positions, by the longest text.
         self.context = min(context_of(config), longrope_limit(config) or context_of(config))
         require_attention(config)
-        if family_of(config.model_type).masks_inside:
-            raise ModelError(
-                "attention makes its own masks, from slot numbers",
-                where=name,
-                found=config.model_type,
-                allowed="placement.splitting=tensor, or one process",
-                fix="run it on the decoder",
-            )
-
+        require_module(config.model_type, name)
         self.device: torch.device = device or embedding.weight.device
         self.dtype: torch.dtype = embedding.weight.dtype
         self.caches = Tally()
@@ -161,7 +154,7 @@ class CausalModel(Model):
         weight_VH: Tensor = layer.weight
         return weight_VH
 
-    def new_cache(self, rows: int, capacity: int) -> KVCache:
+    def new_cache(self, rows: int, capacity: int, rewinds: int = 0) -> KVCache:
         """Returns a cache whose layers are made in its first pass."""
         return KVCache(rows=rows, capacity=capacity, device=self.device, tally=self.caches, is_masked=True)
 
@@ -222,14 +215,14 @@ def _at_positions(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require_attention(config: Any) -> None:
-    """Refuses an architecture that keeps more than keys and values, as transformers says of it.
+    """Refuses an architecture that keeps what decoder.py does not, as transformers says of it.
 
     Its module is imported for architectures without a row in families.py alone: that takes most of a second.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     where = f"layer_types of {config.model_type}"
-    kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_KINDS)
+    kinds = set(getattr(config, "layer_types", None) or ()) - layer_kinds(family_of(config.model_type))
     if not kinds and config.model_type not in FAMILIES:
         module = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         if getattr(module, "_is_stateful", False):

@@ -35,7 +35,7 @@ from llama_ssp.models.formats.quantised_config import (
 from llama_ssp.models.heads.settings import head_settings, kind_of
 from llama_ssp.models.hub import cached_gguf, cached_tokenizer, commit_of, file_of, hub_copy
 from llama_ssp.models.packages import kept_file, package_copy
-from llama_ssp.models.sizes import Checkpoint, config_file, require_positions, sizes_of
+from llama_ssp.models.sizes import LINEAR_SIZES, Checkpoint, config_file, require_positions, sizes_of
 from llama_ssp.models.wrapped import TEXT, TEXT_TYPES, WHOLE, left_out_in_words, naming, text_part
 
 log = logging.getLogger(__name__)
@@ -154,17 +154,40 @@ def _possible(model: ModelConf, role: str) -> ModelConf:
             found=f"{model.family} with {model.experts} experts",
             fix=f"correct {role}.experts, {role}.experts_per_token and {role}.expert_ffn",
         )
-    shared = family_of(model.family).names.shared_down
+    family = family_of(model.family)
+    shared = family.names.shared_down
     is_whole = not model.shared_ffn or (bool(shared) and model.shared_ffn % model.expert_ffn == 0)
+    is_whole = is_whole or bool(family.shared_key)
     if bool(shared) != bool(model.shared_ffn) or not is_whole:
+        allowed = "a multiple of expert_ffn" if shared else "0"
         raise ModelError(
             "the family's experts for all tokens have another width",
             where=f"{role} {model.name}",
             found=f"{model.family} with {model.shared_ffn}",
-            allowed="a multiple of expert_ffn" if shared else "0",
+            allowed="a width above 0" if family.shared_key else allowed,
             fix=f"correct {role}.shared_ffn",
         )
+    _require_linear(model, role)
     return model
+
+
+def _require_linear(model: ModelConf, role: str) -> None:
+    """Raises ModelError if the sizes of linear attention are not those of a model of this family."""
+    sizes = {name: getattr(model, name) for name in LINEAR_SIZES}
+    is_hybrid = family_of(model.family).names.delta is not None
+    is_whole = all(sizes.values()) if is_hybrid else not any(sizes.values())
+    if is_whole and is_hybrid:
+        in_groups = model.linear_value_heads % model.linear_key_heads == 0
+        is_whole = in_groups and model.linear_layers <= model.n_layers
+    if not is_whole:
+        allowed = "whole groups of heads, in some of the layers" if is_hybrid else "0"
+        raise ModelError(
+            "the sizes of linear attention do not make a model",
+            where=f"{role} {model.name}, {model.family}",
+            found=", ".join(f"{name}={size}" for name, size in sizes.items()),
+            allowed=allowed,
+            fix=f"correct {role}.linear_layers and the others",
+        )
 
 
 def find(model: ModelConf, role: str, download: bool = False) -> Path:

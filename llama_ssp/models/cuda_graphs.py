@@ -32,7 +32,16 @@ from llama_ssp.models.attention import Places
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import Step
 from llama_ssp.models.experts import Experts
-from llama_ssp.models.graph_sizes import BUCKET, KEPT_BYTES, LARGEST, MOST, WIDEST, padded, sizes_up_to
+from llama_ssp.models.graph_sizes import (
+    BUCKET,
+    KEPT_BYTES,
+    LARGEST,
+    MOST,
+    WIDEST,
+    padded,
+    ring_of,
+    sizes_up_to,
+)
 from llama_ssp.models.interface import log_slow
 from llama_ssp.models.kernels.kernel_sizes import MOST_PAIRS
 from llama_ssp.models.kv_cache import Caches, KVCache
@@ -72,7 +81,12 @@ class GraphedModel(SteppedModel):
 
     @torch.inference_mode()
     def prepare(
-        self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8, ragged: bool = True
+        self,
+        widths: Iterable[int] = (),
+        rows: int = 1,
+        capacity: int = 8,
+        ragged: bool = True,
+        rewinds: int = 0,
     ) -> None:
         """Also captures steps of `rows` texts, in caches of this capacity; one more serves short prompts.
 
@@ -90,15 +104,15 @@ class GraphedModel(SteppedModel):
         # Memory for the largest cache is made first. The cache itself is dropped at once; its memory stays,
         # unused, so that both caches below are in it, also that of super().prepare(), and with them all
         # captures.
-        self.new_cache(rows, capacity)
+        ring = self.new_cache(rows, capacity, rewinds).ring
 
         widest = max(widths, default=0)
-        prompt = min(WIDEST, capacity, self.most_tokens)
+        prompt = min(WIDEST, capacity, self.most_tokens, ring or WIDEST)
         tokens = min(rows * widest, self.most_tokens)
         self.longest_prompt = max(self.longest_prompt, tokens)
         super().prepare()
 
-        cache = self.new_cache(rows, capacity)
+        cache = self.new_cache(rows, capacity, rewinds)
         sizes = sizes_up_to(tokens, prompt) if widest else ()
         if not ragged:
             needed = {padded(prompt), *(padded(rows * width) for width in widths)}
@@ -111,25 +125,34 @@ class GraphedModel(SteppedModel):
             pass_ = Pass(spans=all_rows([0] * rows, counts), device=self.device)
             self._try(token_BW, pass_, cache)
 
-    def new_cache(self, rows: int, capacity: int) -> KVCache:
+    def new_cache(self, rows: int, capacity: int, rewinds: int = 0, spare: int = 0) -> KVCache:
         """Returns a cache in memory that no other uses any more and that is large enough.
 
         Smaller unused memory is freed before other memory is made.
         """
         slots = -(-(rows * capacity + 1) // BUCKET) * BUCKET
+        ring = ring_of(rewinds) if self.has_states else 0
+        needed = Room(slots=slots, texts=rows + 1 if ring else 0, ring=ring)
         unused = self._on_all_ranks([memory.user() is None for memory in self._memories])
         pairs = list(zip(self._memories, unused, strict=True))
-        self._memories = [memory for memory, is_unused in pairs if not is_unused or memory.slots >= slots]
-        memory = next((each for each, is_unused in pairs if is_unused and each.slots >= slots), None)
+        self._memories = [memory for memory, is_unused in pairs if not is_unused or memory.room.holds(needed)]
+        memory = next((each for each, is_unused in pairs if is_unused and each.room.holds(needed)), None)
         del pairs  # else it would keep what is to be freed
         self._drop_unused_pool()
         if memory is None:
-            memory = Memory(slots=slots, layers=super().new_cache(1, slots).layers)
+            made = super().new_cache(rows, capacity, rewinds, spare=slots - rows * capacity)
+            memory = Memory(room=needed, layers=made.layers)
             self._memories.append(memory)
 
         cache = KVCache(
-            rows=rows, capacity=capacity, device=self.device, layers=memory.layers, tally=self.caches
+            rows=rows,
+            capacity=capacity,
+            device=self.device,
+            layers=memory.layers,
+            tally=self.caches,
+            ring=ring,
         )
+        cache.take()
         memory.user = weakref.ref(cache)
         return cache
 
@@ -252,7 +275,7 @@ class GraphedModel(SteppedModel):
 
         On several ranks it is an error: what connects them may be broken by half a capture.
         """
-        graph = Graph(size, memory.slots - 1, self.device)
+        graph = Graph(size, memory.room.slots - 1, self.device)
         token_T, position_T, first_T = graph.buffer_3T
 
         def compute() -> list[Tensor]:
@@ -376,11 +399,25 @@ def room_of(tensors: Iterable[Tensor]) -> int:
     return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
+@dataclass(frozen=True)
+class Room:
+    """How much a cache needs: slots for keys and values; rings of states for its texts, and one for pads."""
+
+    slots: int
+    texts: int
+    ring: int
+
+    def holds(self, needed: Room) -> bool:
+        """Returns whether memory made for this has room for what is needed, of states and of their tails."""
+        states = self.texts * self.ring >= needed.texts * needed.ring
+        return self.slots >= needed.slots and states and self.texts >= needed.texts
+
+
 @dataclass(eq=False)
 class Memory:
     """Memory of caches, one after the other, and the graphs that have their cache there."""
 
-    slots: int
+    room: Room
     layers: Caches
     user: Callable[[], KVCache | None] = lambda: None
     graphs: dict[int, Graph] = field(default_factory=dict)

@@ -10,14 +10,15 @@ heads of queries (query_THD), G KV heads, D numbers of a head, N slots of the ca
 """
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from llama_ssp.models.attention import Places, Rotary, Scores, rotate
-from llama_ssp.models.kv_cache import Caches, KeysValues
+from llama_ssp.models.kv_cache import Caches, LayerCache
+from llama_ssp.models.layout import CacheShape
 from llama_ssp.models.linear import Embedding, Head, Reduce
 from llama_ssp.models.shape import Growth
 
@@ -97,7 +98,10 @@ class WholeNorms(nn.Module):
 
 
 class HeadLayout(NamedTuple):
-    """Describes this rank's heads; `sizes` are outputs of the fused layer: queries, keys and values."""
+    """Describes this rank's heads; `sizes` are outputs of the fused layer: queries, keys and values.
+
+    With gates they stand between the queries and the keys, as many as queries.
+    """
 
     sizes: list[int]
     head_dim: int
@@ -132,15 +136,24 @@ class Attention(nn.Module):
         self.growth = heads.growth
         self.sinks = None if sink_H is None else nn.Parameter(sink_H, requires_grad=False)
 
-    def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, places: Places) -> Tensor:
-        query = self.remember(x_TH, turns, cache, places)
-        y_THD = places.attend(places, query, *cache, self.scores, self.sinks)
-        y_TH: Tensor = self.output(y_THD.flatten(1))
+    def forward(self, x_TH: Tensor, turns: Turns, cache: LayerCache, places: Places) -> Tensor:
+        query, gate = self.remember(x_TH, turns, cache, places)
+        keys_GND, values_GND = cache
+        y_THD = places.attend(places, query, keys_GND, values_GND, self.scores, self.sinks)
+        y = y_THD.flatten(1)
+        if gate is not None:
+            y = y * torch.sigmoid(gate)
+        y_TH: Tensor = self.output(y)
         return y_TH
 
-    def remember(self, x_TH: Tensor, turns: Turns, cache: KeysValues, places: Places) -> Tensor:
-        """Writes the tokens' keys and values into the cache; returns their queries, (T, H, D)."""
-        query, key, value = self.qkv(x_TH).split(self.sizes, -1)
+    def remember(
+        self, x_TH: Tensor, turns: Turns, cache: LayerCache, places: Places
+    ) -> tuple[Tensor, Tensor | None]:
+        """Writes the tokens' keys and values into the cache.
+
+        Returns their queries, (T, H, D), and gates of what they read, (T, H D); None without gates.
+        """
+        query, *gates, key, value = self.qkv(x_TH).split(self.sizes, -1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key, value))
         if self.norms is not None and not self.norm_turned:
             query, key = self.norms(query, key)
@@ -154,7 +167,7 @@ class Attention(nn.Module):
         keys_GND, values_GND = cache
         keys_GND[:, places.slot_T] = key.transpose(0, 1)
         values_GND[:, places.slot_T] = value.transpose(0, 1)
-        return query  # type: ignore[no-any-return]
+        return query, gates[0] if gates else None
 
 
 def grown(growth: Growth, position_T: Tensor) -> Tensor:
@@ -209,24 +222,24 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer; a norm that the architecture lacks is an nn.Identity.
+    """One layer; a norm that the architecture lacks is an nn.Identity. Attention may be linear (delta.py).
 
     `parallel`: attention and MLP both read x_TH, not one after the other. Where the MLP has no norm of its
     own, it reads attention's normed input. A parallel block has no norm after the MLP and no scale.
     """
 
     def __init__(
-        self, attention: Attention, mlp: nn.Module, norms: dict[str, nn.Module], scale: float, parallel: bool
+        self, attention: nn.Module, mlp: nn.Module, norms: dict[str, nn.Module], scale: float, parallel: bool
     ) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention: Any = attention
         self.mlp = mlp
         self.norms = nn.ModuleDict(norms)
         self.residual_scale = scale
         self.parallel = parallel
         self.shared_norm = isinstance(norms["before_mlp"], nn.Identity)
 
-    def forward(self, x_TH: Tensor, turns: Turns, cache: KeysValues, places: Places) -> Tensor:
+    def forward(self, x_TH: Tensor, turns: Turns, cache: LayerCache, places: Places) -> Tensor:
         norms = self.norms
         narrow = cache[0].dtype  # of the linear layers' inputs and outputs; x_TH itself is in fp32
         normed_TH = norms["before_attention"](x_TH).to(narrow)
@@ -258,7 +271,7 @@ class Decoder(nn.Module):
         blocks: list[Block],
         norm: nn.Module,
         head: Head,
-        cache_shapes: list[tuple[int, int]],
+        cache_shapes: list[CacheShape],
         logit_divisor: float = 1.0,
         logit_softcap: float | None = None,
     ) -> None:
@@ -284,7 +297,7 @@ class Decoder(nn.Module):
         These are what the blocks `taps` are given, (T, H) each, in the order of the blocks. The number of
         blocks names what the last one gives.
 
-        Keys and values of the tokens are written into the caches.
+        Keys and values of the tokens are written into the caches, and the states after them.
         """
         x_TH = self.embed(token_T, places)
         turns = {kind: rotary(places) for kind, rotary in self.rotaries.items()}

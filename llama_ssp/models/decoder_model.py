@@ -13,6 +13,7 @@ from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.families import family_of
 from llama_ssp.models.interface import Model, Tally
 from llama_ssp.models.kv_cache import Caches, KVCache
+from llama_ssp.models.layout import DeltaShape
 from llama_ssp.models.passes import Pass, sent
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit
@@ -43,6 +44,11 @@ class DecoderModel(Model):
         self.restart = self._limit if family_of(config.model_type).rereads else None
 
     @property
+    def has_states(self) -> bool:
+        """Returns whether some layers keep states, and not keys and values."""
+        return any(isinstance(shape, DeltaShape) for shape in self.decoder.cache_shapes)
+
+    @property
     def weights_bytes(self) -> int:
         tensors = *self.decoder.parameters(), *self.decoder.buffers(), *scales_of(self.decoder)
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
@@ -54,7 +60,8 @@ class DecoderModel(Model):
             return table_VH if len(table_VH) == self.vocab else None
         return None
 
-    def new_cache(self, rows: int, capacity: int) -> KVCache:
+    def new_cache(self, rows: int, capacity: int, rewinds: int = 0, spare: int = 0) -> KVCache:
+        """Returns a cache; `spare` slots of it are for pads of graphs."""
         return KVCache.of(
             rows=rows,
             capacity=capacity,
@@ -62,6 +69,8 @@ class DecoderModel(Model):
             dtype=self.dtype,
             device=self.device,
             tally=self.caches,
+            rewinds=rewinds,
+            spare=spare,
         )
 
     @torch.inference_mode()

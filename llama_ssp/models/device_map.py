@@ -18,7 +18,7 @@ from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.loader import load_module, made, read, shaped, tried
 from llama_ssp.models.quantization import QUANTISED
-from llama_ssp.models.sharding import require_quantised, require_transformers
+from llama_ssp.models.sharding import require_module, require_quantised, require_transformers
 
 log = logging.getLogger(__name__)
 CPU = "cpu"
@@ -34,6 +34,7 @@ def load_layers(
 ) -> CausalModel:
     """Loads the model on all devices, or on those of `limits`; what does not fit goes to folder `offload`."""
     require_quantised(model)
+    require_module(model.family, f"{role} {model.name}")
     require_transformers(model.name, dtype, role)
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # our own log line says it
     empty = shaped(model, path, dtype, role)

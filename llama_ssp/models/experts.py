@@ -269,6 +269,19 @@ def _(
     return torch.empty_like(x_TH)
 
 
+class GatedExperts(nn.Module):
+    """Experts that all tokens go through, as one MLP, times a gate of each token."""
+
+    def __init__(self, gate: nn.Linear, mlp: nn.Module) -> None:
+        super().__init__()
+        self.gate = gate
+        self.mlp = mlp
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        y_TH: Tensor = torch.sigmoid(self.gate(x_TH)) * self.mlp(x_TH)
+        return y_TH
+
+
 class Experts(nn.Module):
     """Router, and experts with stacked weights: up (E, 2F, H) is gate and up, down (E, H, F).
 

@@ -11,6 +11,27 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaNames:
+    """Names of the weights of a Gated DeltaNet layer in a block.
+
+    `inputs` make queries, keys and values, gates of the output, and of each head beta and the decay. They are
+    four matrices, or two, in which the parts stand head by head of the keys.
+    """
+
+    inputs: tuple[str, ...] = (
+        "linear_attn.in_proj_qkv",
+        "linear_attn.in_proj_z",
+        "linear_attn.in_proj_b",
+        "linear_attn.in_proj_a",
+    )
+    convolution: str = "linear_attn.conv1d"
+    decay: str = "linear_attn.A_log"
+    step: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm"
+    output: str = "linear_attn.out_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Names:
     """Names of weights in a checkpoint, as decoder.py needs them; the defaults are Llama's.
 
@@ -40,6 +61,8 @@ class Names:
     others: tuple[tuple[str, str], ...] = ()  # pairs: a name that another tool writes, and the one above
     shared_up: tuple[str, ...] = ()  # experts that all tokens go through, as one
     shared_down: str = ""
+    shared_gate: str = ""  # of what these experts give, a number for each token
+    delta: DeltaNames | None = None  # of layers with linear attention
 
 
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -140,6 +163,19 @@ GLM4_MOE_NAMES = replace(
     shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     shared_down="mlp.shared_experts.down_proj",
 )
+QWEN_NEXT_NAMES = replace(
+    QWEN_MOE_NAMES,
+    shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    shared_down="mlp.shared_expert.down_proj",
+    shared_gate="mlp.shared_expert_gate",
+    delta=DeltaNames(inputs=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+)
+# Text models that transformers saves with the names of the whole, whose text part they are.
+IN_WHOLE = (
+    ("language_model.embed_tokens", "embed_tokens"),
+    ("language_model.layers", "layers"),
+    ("language_model.norm", "norm"),
+)
 GPT_OSS_NAMES = Names(
     sinks="self_attn.sinks",
     router="mlp.router",
@@ -217,11 +253,14 @@ class Family:
     multipliers: bool = False  # of the embedding, the scores, the residual stream and the logits
     logit_key: str = ""  # of the config: logits are multiplied by it
     growing_queries: bool = False  # queries are multiplied by a factor that grows with their position
+    gated_attention: bool = False  # queries come with gates of what attention gives, head by head
     rotary_layers: str = ""  # key of the config that says which layers have rotary positions
     rotary_in_windows: bool = False  # of a model with a window, only layers with it have rotary positions
     fixed_alpha: bool = False  # rotary positions of type `dynamic` with an `alpha` have a fixed base
     normed_top: str | None = None  # of the config: experts' weights sum to one; None: always
     first_dense: str = ""  # key of the config: how many of the first layers have no experts; by default one
+    shared_key: str = ""  # of the width of experts that all tokens go through, in place of their number
+    unread: tuple[str, ...] = ()  # how names of tensors begin that are not read: multi-token prediction
     sigmoids: bool = False  # experts are chosen in groups, and weighed, by sigmoids of the router's logits
     clamped: bool = False  # experts interleave gate and up, clamp both, and weigh after the choice
     needs: Mapping[str, object] = field(default_factory=dict)  # values of the config that decoder.py has
@@ -260,6 +299,7 @@ BIASES = ("attention_bias", "mlp_bias")
 QWEN_WINDOW = Window(default=4096, partial=True, switched=True)
 QKV = ("q_proj", "k_proj", "v_proj")
 PARALLEL_NAMES = replace(LLAMA_NAMES, before_mlp="")
+MTP = ("mtp.",)
 POST_NORMED = replace(SANDWICHED, before_attention="", before_mlp="", qk_norm=QK_NORMS)
 FAMILIES = {
     "apertus": Family(
@@ -357,9 +397,22 @@ FAMILIES = {
         bias_keys=ATTENTION_BIAS, deepspeed=True, window=QWEN_WINDOW,
         names=replace(LLAMA_NAMES, qk_norm=QK_NORMS), gguf=Gguf(architecture="qwen3"),
     ),
+    "qwen3_5_moe_text": Family(
+        bias_keys=ATTENTION_BIAS, norm_offset=1, rotary=0.25, mlp_key="moe_intermediate_size",
+        names=replace(QWEN_NEXT_NAMES, delta=DeltaNames(), others=IN_WHOLE), gated_attention=True,
+        shared_key="shared_expert_intermediate_size", unread=MTP,
+    ),
+    "qwen3_5_text": Family(
+        bias_keys=ATTENTION_BIAS, norm_offset=1, rotary=0.25, gated_attention=True, unread=MTP,
+        names=replace(LLAMA_NAMES, qk_norm=QK_NORMS, delta=DeltaNames(), others=IN_WHOLE),
+    ),
     "qwen3_moe": Family(
         bias_keys=ATTENTION_BIAS, window=Window(default=4096, switched=True),
         names=QWEN_MOE_NAMES, normed_top="norm_topk_prob",
+    ),
+    "qwen3_next": Family(
+        bias_keys=ATTENTION_BIAS, norm_offset=1, rotary=0.25, names=QWEN_NEXT_NAMES, gated_attention=True,
+        normed_top="norm_topk_prob", shared_key="shared_expert_intermediate_size", unread=MTP,
     ),
     "seed_oss": Family(
         biased=QKV, bias_keys=BIASES, unbiased_output=True, needs={"attention_out_bias": False},

@@ -14,6 +14,23 @@ FILTERED = 2**23  # numbers given to a graph that filters; with more, launches a
 KEPT_BYTES = 5 * LARGEST
 
 
+def ring_of(rewinds: int) -> int:
+    """Returns how many states a cache keeps of a row that is rolled back by so many tokens at most.
+
+    They are those after each of these tokens and after the one before them, and those of the LAG tokens that
+    a pass may feed in addition.
+    """
+    return rewinds + 1 + LAG
+
+
+def rewinds_of(k: int, ahead: bool) -> int:
+    """Returns by how many tokens a round of K drafts rolls back at most.
+
+    A draft model that runs `ahead` also drafts after a guess, which may be wrong.
+    """
+    return 2 * k + 1 if ahead else k
+
+
 def short_prompt(cpu: bool) -> int:
     """Returns the most tokens of prompts, of all rows together, that a compiled step reads."""
     return SHORT if cpu else WIDEST

@@ -40,10 +40,13 @@ class Tally:
 
 
 class Cache(Protocol):
-    """Keys and values of a batch of rows (`KVCache`); only its model looks inside."""
+    """Keys and values, or states, of a batch of rows (`KVCache`); only its model looks inside."""
 
     def clear(self, row: int) -> None:
         """Forgets a row, before another text takes its place."""
+
+    def resumable(self, row: int, length: int) -> int:
+        """Returns from which of a row's first `length` tokens on a pass can go on: `length`, or else 0."""
 
 
 class Loaded(Protocol):
@@ -58,11 +61,16 @@ class Loaded(Protocol):
     is_compiled: bool = False  # of its steps; known once one has run
 
     def prepare(
-        self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8, ragged: bool = True
+        self,
+        widths: Iterable[int] = (),
+        rows: int = 1,
+        capacity: int = 8,
+        ragged: bool = True,
+        rewinds: int = 0,
     ) -> None:
         """Compiles the steps, if they are to be, before they are needed: `rows` of up to `widths` tokens.
 
-        If steps are not `ragged`, all rows have the same one of these widths.
+        If steps are not `ragged`, all rows have the same one of these widths. `rewinds`: as of `new_cache`.
         """
         return None
 
@@ -113,8 +121,11 @@ class Model(Loaded, Protocol):
         """Returns the embedding, or the output matrix, if this process has all of it as numbers."""
         return None
 
-    def new_cache(self, rows: int, capacity: int) -> Any:
-        """Returns a Cache of so many rows and tokens of each."""
+    def new_cache(self, rows: int, capacity: int, rewinds: int = 0) -> Any:
+        """Returns a Cache of so many rows and tokens of each.
+
+        A row that is rolled back by `rewinds` tokens at most is never read anew.
+        """
 
     def logits(self, token_BW: Tensor, pass_: Pass, cache: Any) -> Tensor:
         """Returns logits, (B, W, V); with `last_only` those of each row's last token, (B, 1, V)."""

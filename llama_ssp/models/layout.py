@@ -1,14 +1,15 @@
 """Every tensor of a model, a row each: its name on disk, its sizes, and how ranks share it. No torch.
 
 The loader reads its rank's share of the rows, and the planner sums their bytes: both take sizes from here.
-A layer with other tensors has other rows (`_attention`, `_mlp`, `_experts`). What a cache keeps of a layer is
-a row of `states`.
+A layer with other tensors has other rows (`_attention`, `_delta`, `_mlp`, `_experts`). What a cache keeps of
+a layer is a row of `states`.
 
     outputs x inputs                                  on disk; a vector has outputs alone
     qkv      (heads + 2 KV heads) * head_dim x dim    split by heads
     output   dim x heads * head_dim                   split by heads, along its inputs
     up       ffn (twice with a gate) x dim            split by columns of the MLP
     down     dim x ffn                                split by columns, along its inputs
+    delta_in (2 keys + 2 values + 2 heads) x dim      split by heads of values
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's
 
 KEYS = "keys"
 VALUES = "values"
+STATES = "states"
+TAILS = "tails"
 
 
 class Part(StrEnum):
@@ -64,6 +67,12 @@ class Part(StrEnum):
     key_norm = auto()
     sinks = auto()
     output = auto()
+    delta_in = auto()  # of linear attention: all that is made of a layer's input
+    delta_conv = auto()
+    delta_decay = auto()
+    delta_step = auto()
+    delta_norm = auto()
+    delta_out = auto()
     up = auto()
     down = auto()
     alpha_above = auto()  # of xIELU, above 0 and below; then its two constants
@@ -76,6 +85,7 @@ class Part(StrEnum):
     expert_down = auto()
     shared_up = auto()  # of experts that all tokens go through
     shared_down = auto()
+    shared_gate = auto()
     before_attention = auto()
     after_attention = auto()
     before_mlp = auto()
@@ -93,6 +103,7 @@ class Split(Enum):
     heads = auto()  # one number a query head, or one row
     kv_heads = auto()  # one row a KV head
     queries = auto()  # query heads
+    gated_queries = auto()  # of each head its query, then its gate; queries come first in memory
     keys = auto()  # KV heads
     qkv = auto()  # query heads, keys' heads and values' heads, one after the other
     qkv_by_group = auto()  # the same, group by group of query heads
@@ -105,11 +116,33 @@ class Split(Enum):
     expert_inputs = auto()
     shared_columns = auto()  # of experts that all tokens go through
     shared_inputs = auto()
+    # Of linear attention:
+    delta_heads = auto()  # one number a head of values
+    delta_values = auto()  # heads of values
+    delta_channels = auto()  # queries, keys and values, one after the other
+    delta_by_group = auto()  # of each head of keys its query, its key, its values, then their gates
+    delta_pairs = auto()  # of each head of keys beta of its values, then their decays
+    delta_inputs = auto()
 
 
-INPUT_SPLITS = (Split.head_inputs, Split.column_inputs, Split.expert_inputs, Split.shared_inputs)
+INPUT_SPLITS = (
+    Split.head_inputs,
+    Split.column_inputs,
+    Split.expert_inputs,
+    Split.shared_inputs,
+    Split.delta_inputs,
+)
 # Parts that are quantised: a layer's products. Experts are, where the checkpoint has them in codes.
-QUANTISED = (Part.qkv, Part.output, Part.up, Part.down, Part.shared_up, Part.shared_down)
+QUANTISED = (
+    Part.qkv,
+    Part.output,
+    Part.delta_in,
+    Part.delta_out,
+    Part.up,
+    Part.down,
+    Part.shared_up,
+    Part.shared_down,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +156,32 @@ class HeadSizes:
     state_norms: tuple[tuple[str, int], ...] = ()  # EAGLE-3's norms of the states, before they are fused
     embeds: bool = True  # it has an embedding of its own
     heads: bool = True  # and an output matrix
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """The sizes of linear attention by a Gated DeltaNet. Queries have the heads and the width of keys."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens that the convolution sees
+
+    @property
+    def keys(self) -> int:
+        """Returns the width of all heads of keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Returns the width of all heads of values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def per_key(self) -> int:
+        """Returns how many heads of values share one of keys."""
+        return self.value_heads // self.key_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +207,13 @@ class Sizes:
     mlp_bias: bool | None
     tied: bool  # the head is the embedding
     trained_head: HeadSizes | None = None
+    delta: DeltaSizes | None = None  # of the blocks `linear`
+    linear: tuple[int, ...] = ()  # the blocks whose attention is linear, and keeps a state
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """Returns the blocks whose attention keeps keys and values."""
+        return tuple(block for block in range(self.n_layers) if block not in self.linear)
 
     def prefix(self, block: int) -> str:
         """Returns what the names of a block's tensors begin with."""
@@ -182,6 +248,8 @@ class TensorRow:
     experts: int = 0  # how many of it a block has; 0: it is no expert's
     scalar: bool = False  # a number: on disk it has no dimension
     stacked: bool = False  # all experts are in one tensor, with inputs before outputs
+    by_channel: bool = False  # a convolution that sees one channel: on disk (outputs, 1, inputs)
+    wide: bool = False  # in fp32 at least, whatever the number format
     in_gguf: str = ""  # its name where a checkpoint's codes are listed (formats/kept.py)
 
     @property
@@ -195,6 +263,8 @@ class TensorRow:
             return ()
         if self.stacked:
             return (self.experts, self.inputs, self.outputs)
+        if self.by_channel:
+            return (self.outputs, 1, self.inputs)
         return (self.outputs, self.inputs) if self.inputs else (self.outputs,)
 
     @property
@@ -220,6 +290,7 @@ class Share:
     vocab: Span  # the head's rows
     tokens: Span  # the embedding's rows
     first_token: int  # whose row is the first of these
+    delta_heads: Heads  # of linear attention: of values, and of keys
 
     def first_of_equal_size(self) -> Share:
         """Returns the first share that has as many of everything; the first rank alone adds some biases."""
@@ -232,6 +303,7 @@ class Share:
             vocab=(0, length(self.vocab)),
             tokens=(0, length(self.tokens)),
             first_token=0,
+            delta_heads=Heads(query=(0, self.delta_heads.queries), kv=(0, self.delta_heads.kvs)),
         )
 
     def spans(self, row: TensorRow) -> list[Span]:
@@ -255,6 +327,9 @@ class Share:
                 return [self.heads.kv]
             case Split.queries | Split.head_inputs:
                 return [query]
+            case Split.gated_queries:
+                spans = [times((2 * head, 2 * head + 1), head_dim) for head in range(*self.heads.query)]
+                return [*spans, *(shifted(span, head_dim) for span in spans)]
             case Split.keys:
                 return [key]
             case Split.qkv:
@@ -271,6 +346,26 @@ class Share:
                 return [self.shared_columns]
             case Split.expert_pairs:
                 return [times(self.expert_columns, 2)]
+            case _:
+                return self._delta_spans(row.split)
+
+    def _delta_spans(self, split: Split) -> list[Span]:
+        """Returns the outputs of linear attention's parts, or inputs, that this rank has."""
+        delta = self.sizes.delta
+        assert delta is not None
+        key = times(self.delta_heads.kv, delta.key_dim)
+        value = times(self.delta_heads.query, delta.value_dim)
+        match split:
+            case Split.delta_heads:
+                return [self.delta_heads.query]
+            case Split.delta_values | Split.delta_inputs:
+                return [value]
+            case Split.delta_channels:
+                return [key, shifted(key, delta.keys), shifted(value, 2 * delta.keys)]
+            case Split.delta_pairs:
+                return _grouped_values(delta, self.delta_heads, width=1)
+            case _:
+                return _grouped_delta(delta, self.delta_heads)
 
     def outputs(self, row: TensorRow) -> int:
         """Returns how many of the row's outputs this rank has."""
@@ -322,9 +417,41 @@ def _grouped_heads(sizes: Sizes, heads: Heads) -> list[Span]:
     places = [head + 2 * (head // per_group) for head in range(*heads.query)]
     keys = [group * (per_group + 2) + per_group for group in range(*heads.kv)]
     places += [*keys, *(place + 1 for place in keys)]
-    # As runs: 3, 4, 5, 9 is (3, 6), (9, 10).
+    return _runs(places)
+
+
+def _runs(places: list[int]) -> list[Span]:
+    """Returns places as runs: 3, 4, 5, 9 is (3, 6), (9, 10)."""
     ends = [at for at, (a, b) in enumerate(pairwise(places), start=1) if b != a + 1]
     return [(places[a], places[b - 1] + 1) for a, b in pairwise([0, *ends, len(places)])]
+
+
+def _grouped_delta(delta: DeltaSizes, heads: Heads) -> list[Span]:
+    """Returns the places of a rank's heads in one matrix of all, group by group of a head of keys.
+
+    Here with 2 heads of values a group; z are the gates of values:
+
+        q0 k0 v0 v1 z0 z1 | q1 k1 v2 v3 z2 z3 | ...
+
+    In memory queries come first, then keys, values and gates.
+    """
+    group = 2 * (delta.key_dim + delta.per_key * delta.value_dim)
+    queries = [(head * group, head * group + delta.key_dim) for head in range(*heads.kv)]
+    keys = [shifted(span, delta.key_dim) for span in queries]
+    return [*queries, *keys, *_grouped_values(delta, heads, width=delta.value_dim, before=2 * delta.key_dim)]
+
+
+def _grouped_values(delta: DeltaSizes, heads: Heads, width: int, before: int = 0) -> list[Span]:
+    """Returns the places of two parts of a rank's heads of values, all of the first part, then the second.
+
+    Both have `width` numbers a head; in each group there are other numbers `before` them.
+    """
+    per_key = delta.per_key
+    group = before + 2 * per_key * width
+    numbers = [divmod(head, per_key) for head in range(*heads.query)]  # of a group, and in it
+    first = [which * group + before + number * width for which, number in numbers]
+    second = [place + per_key * width for place in first]
+    return _runs([place + i for places in (first, second) for place in places for i in range(width)])
 
 
 def share_of(sizes: Sizes, world: int = 1, rank: int = 0, drafts: bool = False) -> Share:
@@ -340,6 +467,9 @@ def share_of(sizes: Sizes, world: int = 1, rank: int = 0, drafts: bool = False) 
         first_token = sizes.vocab if rank else 0
     if sizes.trained_head is not None:
         vocab = (0, sizes.trained_head.vocab)
+    delta_heads = Heads(query=(0, 0), kv=(0, 0))
+    if sizes.delta is not None:
+        delta_heads = head_ranges(sizes.delta.value_heads, sizes.delta.key_heads, world, rank)
     return Share(
         sizes=sizes,
         world=world,
@@ -351,6 +481,7 @@ def share_of(sizes: Sizes, world: int = 1, rank: int = 0, drafts: bool = False) 
         vocab=vocab,
         tokens=tokens,
         first_token=first_token,
+        delta_heads=delta_heads,
     )
 
 
@@ -366,6 +497,15 @@ def sizes_of_model(model: ModelConf) -> Sizes:
             inputs=model.head_inputs, vocab=model.head_vocab, has_block=model.head_block > 0
         )
     sparse = range(model.dense_layers, model.n_layers) if model.experts else ()
+    delta: DeltaSizes | None = None
+    if model.linear_layers:
+        delta = DeltaSizes(
+            key_heads=model.linear_key_heads,
+            value_heads=model.linear_value_heads,
+            key_dim=model.linear_key_dim,
+            value_dim=model.linear_value_dim,
+            kernel=model.linear_kernel,
+        )
     position_rows = 0
     if family.position_rows is not None:
         position_rows = model.context + family.position_rows
@@ -389,6 +529,19 @@ def sizes_of_model(model: ModelConf) -> Sizes:
         mlp_bias=model.mlp_bias,
         tied=model.tied and not model.is_head,  # what a head embeds is not its output's table
         trained_head=trained_head,
+        delta=delta,
+        linear=linear_blocks(model.n_layers, model.linear_layers),
+    )
+
+
+def linear_blocks(layers: int, linear: int) -> tuple[int, ...]:
+    """Returns which blocks have linear attention, if so many do; the others come at equal distances.
+
+    Of 8 blocks of which 6 are linear: l l l a l l l a.
+    """
+    others = layers - linear
+    return tuple(
+        block for block in range(layers) if (block + 1) * others // layers == block * others // layers
     )
 
 
@@ -447,6 +600,7 @@ def _model(sizes: Sizes) -> Iterator[TensorRow]:
         )
     yield from _block_norms(sizes)
     yield from _attention(sizes)
+    yield from _delta(sizes)
     yield from _mlp(sizes)
     yield from _experts(sizes)
     yield _norm(sizes, Part.norm, names.norm)
@@ -464,12 +618,14 @@ def _attention(sizes: Sizes, inputs: int | None = None) -> Iterator[TensorRow]:
     """`inputs`: of queries, keys and values, where these are not the model's width."""
     family = sizes.family
     names = family.names
-    every = tuple(range(sizes.n_layers))
+    every = sizes.attending
     queries = sizes.n_heads * sizes.head_dim
     keys = sizes.n_kv * sizes.head_dim
     in_gguf = names_of(names)
 
     splits = [(queries, Split.queries), (keys, Split.keys), (keys, Split.keys)]
+    if family.gated_attention:
+        splits[0] = (2 * queries, Split.gated_queries)
     if len(names.qkv) == 1:
         splits = [(queries + 2 * keys, Split.qkv_by_group if family.qkv_by_group else Split.qkv)]
     for name, (outputs, split) in zip(names.qkv, splits, strict=True):
@@ -515,6 +671,69 @@ def _attention(sizes: Sizes, inputs: int | None = None) -> Iterator[TensorRow]:
         inputs=queries,
         split=Split.head_inputs,
         blocks=every,
+        in_gguf=in_gguf[names.output],
+    )
+
+
+def _delta(sizes: Sizes) -> Iterator[TensorRow]:
+    """Linear attention: one product of a layer's input, a short convolution, decays, a norm, the output."""
+    delta = sizes.delta
+    names = sizes.family.names.delta
+    if delta is None or names is None:
+        return
+    in_gguf = names_of(sizes.family.names)
+    heads = delta.value_heads
+    splits = [
+        (2 * delta.keys + delta.values, Split.delta_channels),
+        (delta.values, Split.delta_values),
+        (heads, Split.delta_heads),
+        (heads, Split.delta_heads),
+    ]
+    if len(names.inputs) == 2:
+        splits = [
+            (2 * (delta.keys + delta.values), Split.delta_by_group),
+            (2 * heads, Split.delta_pairs),
+        ]
+    for name, (outputs, split) in zip(names.inputs, splits, strict=True):
+        yield TensorRow(
+            part=Part.delta_in,
+            group=LAYERS,
+            weight=f"{name}.weight",
+            outputs=outputs,
+            inputs=sizes.dim,
+            split=split,
+            blocks=sizes.linear,
+            in_gguf=in_gguf[name],
+        )
+    yield TensorRow(
+        part=Part.delta_conv,
+        group=LAYERS,
+        weight=f"{names.convolution}.weight",
+        outputs=2 * delta.keys + delta.values,
+        inputs=delta.kernel,
+        split=Split.delta_channels,
+        blocks=sizes.linear,
+        by_channel=True,
+    )
+    for part, name in ((Part.delta_decay, names.decay), (Part.delta_step, names.step)):
+        yield TensorRow(
+            part=part,
+            group=LAYERS,
+            weight=name,
+            outputs=heads,
+            split=Split.delta_heads,
+            blocks=sizes.linear,
+            wide=True,
+        )
+    yield _norm(sizes, Part.delta_norm, names.norm, size=delta.value_dim, blocks=sizes.linear)
+    yield TensorRow(
+        part=Part.delta_out,
+        group=LAYERS,
+        weight=f"{names.output}.weight",
+        outputs=sizes.dim,
+        inputs=delta.values,
+        split=Split.delta_inputs,
+        blocks=sizes.linear,
         in_gguf=in_gguf[names.output],
     )
 
@@ -643,6 +862,15 @@ def _shared_experts(sizes: Sizes) -> Iterator[TensorRow]:
         blocks=sizes.sparse,
         in_gguf=in_gguf[names.shared_down],
     )
+    if names.shared_gate:
+        yield TensorRow(
+            part=Part.shared_gate,
+            group=LAYERS,
+            weight=f"{names.shared_gate}.weight",
+            outputs=1,
+            inputs=sizes.dim,
+            blocks=sizes.sparse,
+        )
 
 
 def _block_norms(sizes: Sizes) -> Iterator[TensorRow]:
@@ -706,12 +934,19 @@ def _trained_head(sizes: Sizes) -> Iterator[TensorRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class StateRow:
-    """What a cache keeps of each of these blocks, for each position of a text."""
+    """What a cache keeps of each of these blocks.
+
+    Of keys and values it keeps every position of a text, in the number format of the model. Of states and
+    tails it keeps the last positions alone, as many as a roll back may need, and `tail` more.
+    """
 
     name: str
     heads: int  # of this rank
     width: int
     blocks: tuple[int, ...]
+    in_ring: bool = False  # the last positions alone
+    tail: int = 0
+    wide: bool = False  # in fp32 at least
 
     @property
     def numbers(self) -> int:
@@ -722,14 +957,59 @@ class StateRow:
 def states(share: Share) -> tuple[StateRow, ...]:
     """Returns what this rank's cache keeps."""
     sizes = share.sizes
-    every = tuple(range(sizes.n_layers))
-    return tuple(
-        StateRow(name=name, heads=share.heads.kvs, width=sizes.head_dim, blocks=every)
+    rows = [
+        StateRow(name=name, heads=share.heads.kvs, width=sizes.head_dim, blocks=sizes.attending)
         for name in (KEYS, VALUES)
-    )
+    ]
+    delta = sizes.delta
+    if delta is not None:
+        heads = share.delta_heads
+        channels = 2 * heads.kvs * delta.key_dim + heads.queries * delta.value_dim
+        rows.append(
+            StateRow(
+                name=TAILS, heads=1, width=channels, blocks=sizes.linear, in_ring=True, tail=delta.kernel - 1
+            )
+        )
+        rows.append(
+            StateRow(
+                name=STATES,
+                heads=heads.queries,
+                width=delta.key_dim * delta.value_dim,
+                blocks=sizes.linear,
+                in_ring=True,
+                wide=True,
+            )
+        )
+    return tuple(rows)
 
 
-def cache_shapes(share: Share) -> list[tuple[int, int]]:
-    """Returns the KV heads and their width of each block; values have those of keys."""
-    keys, _ = states(share)
-    return [(keys.heads, keys.width)] * len(keys.blocks)
+@dataclass(frozen=True, kw_only=True)
+class DeltaShape:
+    """What a cache keeps of a block with linear attention: the heads of this rank, and the convolution's."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    channels: int
+    tail: int  # inputs of the convolution before a token
+
+
+CacheShape = tuple[int, int] | DeltaShape  # KV heads and their width, or what a state has
+
+
+def cache_shapes(share: Share) -> list[CacheShape]:
+    """Returns what a cache keeps of each block; values have the shape of keys."""
+    sizes = share.sizes
+    rows = {row.name: row for row in states(share)}
+    keys = rows[KEYS]
+    shapes: list[CacheShape] = [(keys.heads, keys.width)] * sizes.n_layers
+    for block in sizes.linear:
+        assert sizes.delta is not None
+        shapes[block] = DeltaShape(
+            heads=rows[STATES].heads,
+            key_dim=sizes.delta.key_dim,
+            value_dim=sizes.delta.value_dim,
+            channels=rows[TAILS].width,
+            tail=rows[TAILS].tail,
+        )
+    return shapes

@@ -19,6 +19,7 @@ from torch import nn
 
 from llama_ssp.models import kept_files
 from llama_ssp.models.kept_files import compiler, is_ours, part_of, place_of, processor, source_text
+from llama_ssp.models.kv_cache import growing
 
 log = logging.getLogger(__name__)
 
@@ -130,20 +131,14 @@ def _with_blanks_kept(command: str) -> str:
 def mark(arguments: tuple[Any, ...]) -> None:
     """Marks the sizes that may differ in the next call: of tokens, a cache's slots, the rows of a tuple."""
     for argument in arguments:
-        tensors = [argument]
-        dim = 0
-        size = "T"
+        sizes_that_grow = [(argument, 0, "T")]
         if isinstance(argument, list):
-            tensors = [*itertools.chain(*argument)]
-            dim = 1
-            size = "N"
+            sizes_that_grow = [each for layer in argument for each in growing(layer)]
         elif isinstance(argument, tuple):
-            tensors = [*argument]
-            dim = 0
-            size = "R"
+            sizes_that_grow = [(tensor, 0, "R") for tensor in argument]
         elif isinstance(argument, dict):
-            tensors = [*itertools.chain(*argument.values())]
-        for tensor in tensors:
+            sizes_that_grow = [(tensor, 0, "T") for part in argument.values() for tensor in part]
+        for tensor, dim, size in sizes_that_grow:
             torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=size)
 
 

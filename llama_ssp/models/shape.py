@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_ssp.models.families import EXPERTS, FAMILIES, Family, expert_layers
-from llama_ssp.models.layout import BLOCK_NORMS, Sizes
-from llama_ssp.models.sizes import SCALED_FROM
+from llama_ssp.models.layout import BLOCK_NORMS, DeltaSizes, Sizes
+from llama_ssp.models.sizes import LINEAR, SCALED_FROM
 
 ALL = "all"  # the kind of rotary positions where there is one
 LOCAL = ("sliding_attention", "local")  # kinds of layers with a window
@@ -39,6 +39,7 @@ class BlockShape:
     window: int | None  # how many positions a query sees, its own included; None: all before it
     rotary: str | None  # a key of the decoder's rotary tables; None: no rotary positions
     experts: bool
+    linear: bool = False  # attention is linear, and keeps a state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,11 @@ def reason_against(config: Any) -> str | None:
         return f"word_embed_proj_dim: {config.word_embed_proj_dim}"
     kinds = {rotary_kind(parameters, family) for parameters in rotary_parameters(config).values()}
     at_run_time = kinds.intersection(SCALED_AT_RUN_TIME)
-    return f"rope_type: {at_run_time.pop()}" if at_run_time else None
+    if at_run_time:
+        return f"rope_type: {at_run_time.pop()}"
+    if family.names.delta is not None and config.linear_num_value_heads % config.linear_num_key_heads:
+        return f"linear_num_value_heads: {config.linear_num_value_heads}"
+    return None
 
 
 def shape_of(config: Any) -> Shape:
@@ -85,6 +90,7 @@ def shape_of(config: Any) -> Shape:
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
     experts = int(_first(config, EXPERTS) or 0) if family.names.router else 0
     ffn = int(getattr(config, family.mlp_key) or 4 * config.hidden_size)
+    linear = _linear_blocks(config, family)
 
     embedding_scale = 1.0
     residual_scale = 1.0
@@ -117,7 +123,12 @@ def shape_of(config: Any) -> Shape:
         )
 
     expert_ffn = int(getattr(config, "moe_intermediate_size", None) or ffn)
-    blocks = _blocks(config, family, bool(experts))
+    shared_ffn = 0
+    if family.shared_key:
+        shared_ffn = int(getattr(config, family.shared_key))
+    elif family.names.shared_down:
+        shared_ffn = expert_ffn * int(config.n_shared_experts)
+    blocks = _blocks(config, family, bool(experts), linear)
     position_rows = 0
     if family.position_rows is not None:
         position_rows = int(config.max_position_embeddings) + family.position_rows
@@ -132,7 +143,7 @@ def shape_of(config: Any) -> Shape:
         head_dim=head_dim,
         ffn=ffn,
         expert_ffn=expert_ffn,
-        shared_ffn=expert_ffn * int(config.n_shared_experts) if family.names.shared_down else 0,
+        shared_ffn=shared_ffn,
         epsilon=float(_first(config, EPSILONS) or 1e-5),
         activation=str(_first(config, ACTIVATIONS)),
         sparse=tuple(number for number, block in enumerate(blocks) if block.experts),
@@ -157,6 +168,8 @@ def shape_of(config: Any) -> Shape:
         groups=groups,
         gate_alpha=gate_alpha,
         gate_limit=gate_limit,
+        delta=_delta_sizes(config) if linear else None,
+        linear=linear,
     )
 
 
@@ -196,7 +209,26 @@ def _said(config: Any, key: str) -> bool | None:
     return bool(getattr(config, key)) if key and hasattr(config, key) else None
 
 
-def _blocks(config: Any, family: Family, has_experts: bool) -> tuple[BlockShape, ...]:
+def _linear_blocks(config: Any, family: Family) -> tuple[int, ...]:
+    """Returns the blocks whose attention is linear."""
+    if family.names.delta is None:
+        return ()
+    return tuple(block for block, kind in enumerate(config.layer_types) if kind == LINEAR)
+
+
+def _delta_sizes(config: Any) -> DeltaSizes:
+    return DeltaSizes(
+        key_heads=int(config.linear_num_key_heads),
+        value_heads=int(config.linear_num_value_heads),
+        key_dim=int(config.linear_key_head_dim),
+        value_dim=int(config.linear_value_head_dim),
+        kernel=int(config.linear_conv_kernel_dim),
+    )
+
+
+def _blocks(
+    config: Any, family: Family, has_experts: bool, linear: tuple[int, ...] = ()
+) -> tuple[BlockShape, ...]:
     """Returns what each block has: a window, a table of rotary positions, experts."""
     count = int(config.num_hidden_layers)
     kinds = getattr(config, "attention_layers", None) or getattr(config, "layer_types", None)
@@ -229,8 +261,9 @@ def _blocks(config: Any, family: Family, has_experts: bool) -> tuple[BlockShape,
         blocks.append(
             BlockShape(
                 window=window if not by_kind or kind in LOCAL else None,
-                rotary=table,
+                rotary=None if layer in linear else table,
                 experts=has_experts and sparse[layer],
+                linear=layer in linear,
             )
         )
     return tuple(blocks)

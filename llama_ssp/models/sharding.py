@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llama_ssp.config import OWN_CODES, Dtype, ModelConf
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.models.families import DEEPSPEED_FAMILIES, TESTED, TESTED_FAMILIES
+from llama_ssp.models.families import DEEPSPEED_FAMILIES, TESTED, TESTED_FAMILIES, family_of
 
 WIDEST_UNIT = 64  # columns of the MLP: keeps matrices aligned
 NF4_BLOCK = 64  # weights with one scale; bitsandbytes' CPU kernel needs rows of whole blocks
@@ -137,6 +137,8 @@ def require_split(model: ModelConf, world: int, role: str = "model") -> None:
     if not is_planned(model):
         raise unsplit(where, model.family, "run it in one process, a draft with placement=leader")
     head_ranges(model.n_heads, model.n_kv_heads, world, 0, where)
+    if model.linear_layers:
+        head_ranges(model.linear_value_heads, model.linear_key_heads, world, 0, f"{where}, linear attention")
     for width in _dense_widths(model):
         mlp_share(width, world, 0)
     if model.experts:
@@ -169,6 +171,10 @@ def require_quantised(model: ModelConf, world: int = 1) -> None:
             length(mlp_share(width, world, rank)) for rank in range(world) for width in _dense_widths(model)
         },
     }
+    if model.linear_layers:
+        heads = (model.linear_value_heads, model.linear_key_heads)
+        of_values = [head_ranges(heads[0], heads[1], world, rank) for rank in range(world)]
+        inputs["values of a rank"] = {part.queries * model.linear_value_dim for part in of_values}
     for what, sizes in inputs.items():
         odd = sorted(size for size in sizes if size % NF4_BLOCK)
         if odd:
@@ -200,6 +206,24 @@ def require_transformers(name: str, dtype: Dtype, role: str = "model") -> None:
         allowed=f"{TESTED}, in one process or with placement.splitting=tensor",
         fix=fix,
     )
+
+
+def require_module(family: str, where: str) -> None:
+    """Refuses an architecture that decoder.py runs, and transformers' module with our cache does not."""
+    row = family_of(family)
+    problem = ""
+    if row.masks_inside:
+        problem = "attention makes its own masks, from slot numbers"
+    elif row.names.delta is not None:
+        problem = "transformers' module keeps states that it cannot roll back"
+    if problem:
+        raise ModelError(
+            problem,
+            where=where,
+            found=family,
+            allowed="placement.splitting=tensor, or one process",
+            fix="run it on the decoder",
+        )
 
 
 def require_deepspeed(model: ModelConf, world: int) -> None:

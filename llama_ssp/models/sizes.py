@@ -23,7 +23,9 @@ from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import quantised_config
 
 # Layers whose keys can be forgotten from any position on.
-LAYER_KINDS = ("full_attention", "sliding_attention")
+FULL = "full_attention"
+LAYER_KINDS = (FULL, "sliding_attention")
+LINEAR = "linear_attention"  # whose states decoder.py keeps, of families that have names for it
 # Keys of recurrent states, of convolutions along the text, of attention within chunks, to the tokens that an
 # index chooses, and to compressed ones.
 OF_STATES = re.compile(
@@ -35,6 +37,15 @@ SCALED_FROM = "original_max_position_embeddings"
 HEADS = ("lm_head.", "embed_out.", "output.")  # absent where the embedding is the head, too
 SUPPORTED = TESTED + ", and others that have attention with explicit positions only"
 POSITIONS = ("max_position_embeddings", "n_positions")
+# Of linear attention: the names of sizes, and the config's; that of the layers is counted.
+LINEAR_SIZES = {
+    "linear_layers": "",
+    "linear_key_heads": "linear_num_key_heads",
+    "linear_value_heads": "linear_num_value_heads",
+    "linear_key_dim": "linear_key_head_dim",
+    "linear_value_dim": "linear_value_head_dim",
+    "linear_kernel": "linear_conv_kernel_dim",
+}
 # Of rotary positions: keys with a number above 0, keys with a share of a head, and what holds them, too.
 BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "factor", SCALED_FROM)
 SHARES = ("partial_rotary_factor", "rotary_pct")
@@ -56,12 +67,17 @@ def config_file(path: Path) -> Path:
     return path if is_gguf(path) else path / "config.json"
 
 
+def layer_kinds(family: Family) -> set[str]:
+    """Returns the kinds of layers from which decoder.py can take a rejected draft back."""
+    return {*LAYER_KINDS, LINEAR} if family.names.delta is not None else set(LAYER_KINDS)
+
+
 def require_forgetting(config: dict[str, Any]) -> None:
-    """Refuses layers that keep more than keys and values: a rejected draft could not be taken back.
+    """Refuses layers that keep what decoder.py does not: a rejected draft could not be taken back.
 
     Where config.json does not name the kinds of layers, its keys tell; transformers says the rest at load.
     """
-    kinds = set(config.get("layer_types") or ()) - set(LAYER_KINDS)
+    kinds = set(config.get("layer_types") or ()) - layer_kinds(family_of(config["model_type"]))
     where = f"layer_types of {config['model_type']}"
     if not kinds and not config.get("layer_types") and config["model_type"] not in TESTED_FAMILIES:
         kinds = {key for key in config if OF_STATES.match(key) and config[key] is not None}
@@ -71,7 +87,7 @@ def require_forgetting(config: dict[str, Any]) -> None:
 
 
 def unforgetting(where: str, kinds: Iterable[str]) -> ModelError:
-    """Returns the error for a model that keeps more than keys and values."""
+    """Returns the error for a model that keeps more than keys and values, and what decoder.py has."""
     return ModelError(
         "the model has layers that this program cannot roll back",
         where=where,
@@ -118,6 +134,7 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "qk_norm": config.get(family.qk_norm_key) if family.qk_norm_key else None,
         "attention_bias": attention_bias,
         "mlp_bias": mlp_bias,
+        **_linear(checkpoint, family, layers),
     }
     shape |= _codes(checkpoint, shape)
     if heads % kv_heads:
@@ -150,6 +167,7 @@ def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
     inputs = dict.fromkeys(kept.MATRICES, shape["dim"]) | {"expert_down": shape["expert_ffn"]}
     inputs |= {"attn_output": shape["n_heads"] * shape["head_dim"], "ffn_down": shape["ffn"]}
     inputs["shared_down"] = shape["shared_ffn"]
+    inputs["delta_out"] = shape["linear_value_heads"] * shape["linear_value_dim"]
     matrices = kept.of_folder(checkpoint.tensors, claimed, names, inputs, LAYER)
     layers = range(shape["n_layers"])  # those for multi-token prediction come after them, and are not read
     return kept.sizes({place: codes for place, codes in matrices.items() if place[0] in layers})
@@ -168,14 +186,31 @@ def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> d
         have_experts = expert_layers(layers, range(first), 1)
 
     expert_ffn = _size(checkpoint, "moe_intermediate_size", default=ffn)
-    shared = _size(checkpoint, "n_shared_experts", default=1) if family.names.shared_down else 0
+    shared_ffn = 0
+    if family.shared_key:
+        shared_ffn = _size(checkpoint, family.shared_key)
+    elif family.names.shared_down:
+        shared_ffn = expert_ffn * _size(checkpoint, "n_shared_experts", default=1)
     return {
         "experts": _size(checkpoint, *EXPERTS),
         "experts_per_token": _size(checkpoint, "num_experts_per_tok"),
         "expert_ffn": expert_ffn,
-        "shared_ffn": shared * expert_ffn,
+        "shared_ffn": shared_ffn,
         "dense_layers": have_experts.count(False),
     }
+
+
+def _linear(checkpoint: Checkpoint, family: Family, layers: int) -> dict[str, int]:
+    """Returns the sizes of linear attention; zeros for a family that has none."""
+    if family.names.delta is None:
+        return dict.fromkeys(LINEAR_SIZES, 0)
+    kinds = checkpoint.config.get("layer_types")
+    if isinstance(kinds, list):
+        linear = kinds.count(LINEAR)
+    else:
+        linear = layers - layers // _size(checkpoint, "full_attention_interval", default=4)
+    sizes = {name: _size(checkpoint, key) for name, key in LINEAR_SIZES.items() if key}
+    return {"linear_layers": linear, **sizes}
 
 
 def require_positions(path: Path, config: dict[str, Any]) -> None:

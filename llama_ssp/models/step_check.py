@@ -42,8 +42,8 @@ def difference(
     for count, width in itertools.product(rows, widths):
         if room:
             caches.clear()  # the next one takes its memory
-        caches.append(model.new_cache(count, max(room, steps * width)))
-        eager_cache = DecoderModel.new_cache(model, count, steps * width)
+        caches.append(model.new_cache(count, max(room, steps * width), width - 1))
+        eager_cache = DecoderModel.new_cache(model, count, steps * width, width - 1)
         numbers = torch.Generator().manual_seed(width)
         before_BWV = None
         for step in range(steps):  # all of them, whatever is found: other ranks wait in their sums

@@ -32,7 +32,7 @@ from llama_ssp.models.graph_sizes import WIDEST, short_prompt
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import coded, linear, probe
 from llama_ssp.models.kernels.build import complaint, triton_runs
-from llama_ssp.models.kv_cache import Caches, KVCache
+from llama_ssp.models.kv_cache import Caches, KVCache, growing
 from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile, sizes
 from llama_ssp.models.quantization import QUANTISED
@@ -61,7 +61,12 @@ class SteppedModel(DecoderModel):
 
     @torch.inference_mode()
     def prepare(
-        self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8, ragged: bool = True
+        self,
+        widths: Iterable[int] = (),
+        rows: int = 1,
+        capacity: int = 8,
+        ragged: bool = True,
+        rewinds: int = 0,
     ) -> None:
         """Loads or compiles the step before it is needed, on a text without meaning. All ranks call it.
 
@@ -119,6 +124,8 @@ class SteppedModel(DecoderModel):
         if pass_.width > WIDEST or places.long_T is not None or not self.is_compiled:
             return None
         if pass_.last_only and len(token_T) > self.longest_prompt:
+            return None
+        if cache.ring and pass_.width > cache.ring:  # two tokens would have one place in the ring
             return None
         arguments = (token_T, places.position_T, places.first_T, cache.layers)
         if self._step is None and not self._made(arguments):
@@ -202,8 +209,9 @@ def run_section(
 ) -> list[Tensor]:
     """The function that torch traces: what differs from call to call is an argument, weights too."""
     check: Any = torch._check
-    for tensor in (x, *(keys_GND[0] for keys_GND, _ in caches)):
-        check(tensor.shape[0] >= 1)  # if it could be 0, strides would be unknown, and each cache be copied
+    sizes_of_caches = [tensor.shape[dim] for cache in caches for tensor, dim, _ in growing(cache)]
+    for size in (x.shape[0], *sizes_of_caches):
+        check(size >= 1)  # if it could be 0, strides would be unknown, and each cache be copied
     places = attention.Places(position_T=position_T, first_T=first_T, attend=attention_kernel.attend)
     states: list[Tensor] = section(x, places, caches)
     return states

@@ -22,8 +22,10 @@ from llama_ssp.models.assemble import wanted
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import FAMILIES, family_of
 from llama_ssp.models.formats.coded import taken
+from llama_ssp.models.layout import linear_blocks
 from llama_ssp.models.quantization import QUANTISED, quantised
 from llama_ssp.models.sharding import COLUMNS, Cut, Span
+from llama_ssp.models.sizes import FULL, LINEAR, LINEAR_SIZES
 
 HALF = 32  # signs of a token; each stands twice, once negated, so that a vector's mean is zero
 SPREAD = 3.0  # standard deviation of the logits
@@ -33,7 +35,14 @@ TILE = 2**18  # numbers of noise, which are repeated
 WRITERS = {
     name.rpartition(".")[2]
     for names in (family.names for family in FAMILIES.values())
-    for name in (names.output, names.down, names.expert_down, names.shared_down, names.positions)
+    for name in (
+        names.output,
+        names.delta.output if names.delta is not None else "",
+        names.down,
+        names.expert_down,
+        names.shared_down,
+        names.positions,
+    )
     if name
 }
 
@@ -81,14 +90,22 @@ def config_for(model: ModelConf) -> Any:
         shape["num_kv_heads"] = model.n_kv_heads
     if model.experts:
         shape["num_local_experts"] = model.experts
+        shape["num_experts"] = model.experts  # some classes have the one name, some the other, some both
         shape["num_experts_per_tok"] = model.experts_per_token
         shape["moe_intermediate_size"] = model.expert_ffn
         if family.first_dense:
             shape[family.first_dense] = model.dense_layers
         elif model.dense_layers:
             shape["mlp_only_layers"] = list(range(model.dense_layers))
-    if model.shared_ffn:
+    if model.shared_ffn and family.shared_key:
+        shape[family.shared_key] = model.shared_ffn
+    elif model.shared_ffn:
         shape["n_shared_experts"] = model.shared_ffn // model.expert_ffn
+    if family.names.delta is not None:
+        linear = linear_blocks(model.n_layers, model.linear_layers)
+        kinds = [LINEAR if layer in linear else FULL for layer in range(model.n_layers)]
+        shape["layer_types"] = kinds
+        shape |= {key: getattr(model, name) for name, key in LINEAR_SIZES.items() if key}
     if family.masks_inside:
         shape["attention_types"] = [[["global", "local"], model.n_layers // 2]]
 

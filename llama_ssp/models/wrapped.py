@@ -55,6 +55,7 @@ SAME_ON_TEXT = {
 }
 # What these classes do, whatever the config says: they have no such keys.
 ALWAYS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe_text": {"mlp_only_layers": [], "decoder_sparse_step": 1},
     "qwen3_vl_text": {"use_sliding_window": False},
     "qwen3_vl_moe_text": {"use_sliding_window": False, "norm_topk_prob": True},
 }
@@ -80,6 +81,19 @@ QWEN2_VL: dict[str, Any] = {
     "max_window_layers": 80,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
+}
+QWEN3_5: dict[str, Any] = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "max_position_embeddings": 32768,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }
 QWEN3_VL: dict[str, Any] = {
     "num_key_value_heads": 32,
@@ -142,6 +156,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "max_position_embeddings": 32768,
     },
+    "qwen3_5_moe_text": {
+        **QWEN3_5,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    "qwen3_5_text": {**QWEN3_5, "hidden_size": 4096, "intermediate_size": 12288},
     "qwen3_vl_text": {**LLAMA_SIZES, **QWEN3_VL, "intermediate_size": 22016},
     "qwen3_vl_moe_text": {
         **QWEN3_VL,
@@ -234,6 +259,7 @@ def text_name(name: str) -> str | None:
 def naming(config: Mapping[str, Any]) -> Callable[[str], str | None]:
     """Returns what names a tensor on disk as this model does; it gives None for one that no text reads."""
     is_part = WHOLE in config
+    unread = family_of(config["model_type"]).unread
     others = []
     for other, own in family_of(config["model_type"]).names.others:
         pattern = re.escape(other).replace(r"\{\}", r"(\d+)")
@@ -241,7 +267,7 @@ def naming(config: Mapping[str, Any]) -> Callable[[str], str | None]:
 
     def name_of(name: str) -> str | None:
         result = text_name(name) if is_part else name
-        if result is None:
+        if result is None or result.startswith(unread):
             return None
         for pattern, own in others:
             result = pattern.sub(own, result)

@@ -28,6 +28,7 @@ from llama_ssp.models.deepspeed_tp import load_deepspeed
 from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.folder import adapter_fingerprint, fingerprint
+from llama_ssp.models.graph_sizes import rewinds_of
 from llama_ssp.models.heads.load import load_head, table_on_disk
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
@@ -212,12 +213,14 @@ def prepare(
     widest = widest_steps(speculation.longest)
     with Progress("compile", len(compiled), "models", ends_in_log=False, ticks=True) as progress:
         for role, model in compiled.items():
+            rewinds = rewinds_of(speculation.longest, role != TARGET and pair.roles.drafts_apart)
             widths = list(range(1, widest[role] + 1))
             is_ragged = role != TARGET or not ks
             if not is_ragged:
                 widths = [k + 1 for k in ks]
             capacity = min(slots, model.context)
-            _prepare_model(model, pair.trials.get(role), widths, rows, capacity, is_ragged=is_ragged)
+            trial = pair.trials.get(role)
+            _prepare_model(model, trial, widths, rows, capacity, rewinds=rewinds, is_ragged=is_ragged)
             progress.advance(1)
 
 
@@ -232,9 +235,11 @@ def prepare_anew(pair: RankModels, speculation: SpeculationConfig, rows: int, sl
     target.drop_graphs()
 
     widths = list(range(1, widest_steps(speculation.longest)[TARGET] + 1))
+    rewinds = rewinds_of(speculation.longest, ahead=False)
     capacity = min(slots, target.context)
     with waiting("capturing CUDA graphs"):
-        _prepare_model(target, pair.trials.get(TARGET), widths, rows, capacity, is_ragged=True)
+        trial = pair.trials.get(TARGET)
+        _prepare_model(target, trial, widths, rows, capacity, rewinds=rewinds, is_ragged=True)
 
 
 def _prepare_model(
@@ -243,11 +248,12 @@ def _prepare_model(
     widths: list[int],
     rows: int,
     capacity: int,
+    rewinds: int,
     is_ragged: bool,
 ) -> None:
     """Prepares the steps of one model, and compares them with eager ones if they are on trial."""
     with trial.blamed() if trial else nullcontext():
-        model.prepare(widths, rows, capacity, ragged=is_ragged)
+        model.prepare(widths, rows, capacity, ragged=is_ragged, rewinds=rewinds)
     if trial and isinstance(model, SteppedModel) and model.is_compiled:
         trial.check(model, sorted({1, max(widths)}), rows, capacity)
 
@@ -323,7 +329,8 @@ def engine_for(
             fix="leave at least one",
         )
     roles = pair.roles
-    target = ModelRunner(pair.target, pair.prefill_chunk) if pair.target else None
+    rewinds = rewinds_of(run.speculation.longest, ahead=False)
+    target = ModelRunner(pair.target, pair.prefill_chunk, rewinds) if pair.target else None
     bridge = tokens.paired.bridge if tokens.paired else None
     sampler = Sampler(transform, CounterDraws(seed, first.replay))
     drafter = _drafter(pair, run, sampler, target, bridge)
@@ -353,7 +360,8 @@ def _drafter(
         return RemoteDrafter(roles.client, pair.draft_context, vocab, wide(pair.draft_dtype))
     if pair.draft is None:
         return None
-    runner = ModelRunner(pair.draft, pair.prefill_chunk)
+    rewinds = rewinds_of(spec.longest, ahead=roles.drafts_apart)
+    runner = ModelRunner(pair.draft, pair.prefill_chunk, rewinds)
     if roles.server:
         return AheadDrafter(runner, sampler, roles.server.group, roles.server, spec.overlap)
     if roles.draft is not None and not roles.draft.is_leader:

@@ -14,6 +14,7 @@ these three are less than a hundredth. What a rank makes of logits is in memory.
 from dataclasses import dataclass
 
 from llama_ssp.config import OWN_CODES, Dtype
+from llama_ssp.models.graph_sizes import ring_of
 from llama_ssp.models.kernels.kernel_sizes import (
     DECODED,
     FEW_ROWS,
@@ -36,6 +37,9 @@ INT = 8
 FP32 = 4
 MASK_ALIGNMENT = 16  # slots to which torch's memory-efficient attention pads a mask's rows
 INTEGERS = 24  # int64 numbers a token: ids, positions, slots, and what they are made of
+DELTA_CHUNK = 64  # tokens of a prompt that linear attention computes at once (models/delta.py)
+DELTA_COPIES = 8
+STATE_COPIES = 4
 KERNEL_SCRATCH = 5 * MIB // 4  # a thread: tiles of a CPU's attention and matrix products
 
 Parts = dict[str, int]  # bytes by name
@@ -63,8 +67,9 @@ def pass_bytes(
     """Bounds the bytes of one forward pass. A pass of a `graph` reads codes by kernels alone."""
     part = role.part
     tokens = rows * columns
-    widest = max(_norm(role), _attention(role), _feed_forward(role))
+    widest = max(_norm(role), _attention(role), _feed_forward(role), _delta(role))
     scratch = MIB + KERNEL_SCRATCH * kernels.threads + _attended_sums(role, kernels, tokens)
+    scratch += _states_at_once(role, rows, columns)
     products = code_bytes(role, kernels, tokens)
     if not graph or decodes_experts(role, kernels):
         products = max(products, decoded_bytes(role, kernels, tokens))
@@ -108,7 +113,39 @@ def _attention(role: RolePart) -> int:
     part = role.part
     copies = 2 if part.sizes.qk_norm else 1
     turned = copies * (2 * part.query_width + 3 * part.key_width)
+    if part.family.gated_attention:
+        turned += 3 * part.query_width
     return width(role.dtype) * (turned + 4 * part.query_width + part.dim)
+
+
+def _delta(role: RolePart) -> int:
+    """A token's inputs of the convolution and gates, and in fp32 what is made of them, a few times each."""
+    part = role.part
+    if not part.linear_layers:
+        return 0
+    wide = width(role.dtype, wide=True)
+    inputs = 2 * part.channels + 2 * part.linear_heads
+    return width(role.dtype) * (2 * inputs + 2 * part.dim) + wide * DELTA_COPIES * inputs
+
+
+def _states_at_once(role: RolePart, rows: int, columns: int) -> int:
+    """Bounds the states that exist at once, with what they are made of: of all tokens of a step.
+
+    Of a prompt these are those of one row and of a chunk, and the last of them alone are made.
+    """
+    part = role.part
+    delta = part.sizes.delta
+    if delta is None:
+        return 0
+    tokens = min(columns, DELTA_CHUNK)
+    states = min(columns, ring_of(role.rewinds), DELTA_CHUNK)
+    if role.compiled and columns <= ring_of(role.rewinds):
+        tokens = states = rows * columns
+    heads = part.linear_heads
+    pairs = 6 * heads * tokens * tokens  # what tokens are to each other
+    keys = 3 * heads * states * tokens * delta.key_dim
+    width_of_number = width(role.dtype, wide=True)
+    return width_of_number * (pairs + keys + (STATE_COPIES * states + 2) * part.state_numbers)
 
 
 def _feed_forward(role: RolePart) -> int:

@@ -17,6 +17,8 @@ from llama_ssp.models.graph_sizes import (
     LARGEST,
     MOST,
     WIDEST,
+    rewinds_of,
+    ring_of,
     sizes_up_to,
 )
 from llama_ssp.planner.activations import (
@@ -194,7 +196,10 @@ class RankWork:
         if not role.spare:
             return ()
         tokens = max(self.work.rows * widest_steps(self.work.k)[role.role], 2)
-        return role.caches * sizes_up_to(tokens, min(WIDEST, role.capacity))
+        prompt = min(WIDEST, role.capacity)
+        if role.part.linear_layers:  # a step has no more tokens of a row than its ring has states
+            prompt = min(prompt, ring_of(role.rewinds))
+        return role.caches * sizes_up_to(tokens, prompt)
 
     def outputs_of_graphs(self, role: RolePart) -> int:
         """Returns what a role's graphs keep: the logits of the largest, and the states that a head reads.
@@ -260,9 +265,14 @@ def rank_work(
     if rank in placement.target:
         part = ModelPart.of(target.model, len(placement.target), placement.target.index(rank))
         target_part = RolePart.of(target, part, room, work.target_caches, target.role in compiled)
+        target_part = replace(target_part, rewinds=rewinds_of(work.k, ahead=False))
     if draft is not None and rank in placement.draft:
         draft_part = _part_of_draft(target, draft, placement, work, rank)
-        draft_part = replace(draft_part, compiled=draft.role in compiled)
+        draft_part = replace(
+            draft_part,
+            compiled=draft.role in compiled,
+            rewinds=rewinds_of(work.k, ahead=placement.draft_apart),
+        )
     leader_of_draft = placement.target[0]
     if draft is not None and placement.draft:
         leader_of_draft = placement.draft[0]

@@ -11,7 +11,12 @@ from dataclasses import dataclass, replace
 from llama_ssp.config import DraftSeat, Dtype, Overlap, PlacementConf, Splitting
 from llama_ssp.distributed.placement import LEADER, Placement, resolve
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.models.sharding import require_quantised, require_split, require_transformers
+from llama_ssp.models.sharding import (
+    require_module,
+    require_quantised,
+    require_split,
+    require_transformers,
+)
 from llama_ssp.planner.engine import LAYER_OPERATIONS, ROW_OPERATIONS, launching_s
 from llama_ssp.planner.fit import FitVerdict, RankMemory, device_lines, rank_memories, worst
 from llama_ssp.planner.hardware import Machine
@@ -185,7 +190,9 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
             fix="plan placement=auto, leader, sharded, replicated, own or layers",
         )
     if placement.splitting is Splitting.layers:
-        require_transformers(request.target.model.name, request.target.dtype)
+        target = request.target
+        require_module(target.model.family, f"{target.role} {target.model.name}")
+        require_transformers(target.model.name, target.dtype)
     reason = ""
     if request.draft is not None and request.draft.model.is_head and placement.draft != (LEADER,):
         reason = "a head reads the target's hidden states: it is on the leader"

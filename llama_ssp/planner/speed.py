@@ -41,6 +41,7 @@ BAND = 0.2
 CPU_BAND = 0.25
 WIDE_BAND = 0.5
 PASS_SUMS = 2  # collectives of a pass outside of layers: the embedding's sum, the head's logits
+LONGEST_STEP = 16  # tokens of a row after each of which its state is kept; of more, states of the last ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,7 @@ class PassCost:
     chosen: float = 0.0
     slot: float = 0.0
     attention: float = 0.0  # operations for each token and each slot that it attends to
+    state: float = 0.0  # bytes of a row's states after one token, which is read once and written for each
     sums: int = 0
     width: int = 0
     vocab: int = 0
@@ -199,8 +201,9 @@ def pass_cost(role: Role, ranks: int, store: Storage = AS_THEY_ARE) -> PassCost:
         coded=coded,
         experts=sizes.get(EXPERTS, 0),
         chosen=chosen,
-        slot=2.0 * part.layers * part.key_width * bytes_of_number,
-        attention=4.0 * part.layers * part.query_width,  # products with keys, then with values
+        slot=2.0 * part.attention_layers * part.key_width * bytes_of_number,
+        attention=4.0 * part.attention_layers * part.query_width,  # products with keys, then with values
+        state=float(part.linear_layers * part.state_numbers * width(role.dtype, wide=True)),
         sums=sums_of_layer * part.layers + PASS_SUMS if ranks > 1 else 0,
         width=part.dim * bytes_of_number,
         vocab=part.whole_vocab,
@@ -229,7 +232,8 @@ def forward_s(cost: PassCost, times: Times, rows: int, each: int, slots: float) 
     plain = replace(cost.plain, bytes=cost.plain.bytes + cost.experts_read(tokens))
     products = sum(product.seconds(times, tokens) for product in (plain, *cost.coded))
 
-    loading = cost.slot * rows * slots / times.bytes_per_s
+    states = min(each, LONGEST_STEP) + 1  # of a row; a prompt leaves its last ones
+    loading = (cost.slot * rows * slots + cost.state * rows * states) / times.bytes_per_s
     scoring = cost.attention * tokens * (slots + each / 2) / times.flops_per_s  # causal among the new ones
     constant = cost.layers * times.layer + times.step
 

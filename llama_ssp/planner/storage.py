@@ -74,6 +74,7 @@ class Weight:
     inputs: int
     times: int = 1
     linear: bool = False  # a layer's matrix, which may be quantised
+    wide: bool = False  # in fp32 at least
     first: int = 0  # input of the matrix on disk
     codes: Kept = PLAIN  # of a quantised checkpoint
 
@@ -94,9 +95,12 @@ class Weight:
         return codes
 
 
-def width(dtype: Dtype) -> int:
-    """Returns the bytes of an activation, or of a plain weight; quantised models compute in bf16."""
-    return int(max(BYTES[dtype], 2))
+def width(dtype: Dtype, wide: bool = False) -> int:
+    """Returns the bytes of an activation, or of a plain weight; quantised models compute in bf16.
+
+    What is `wide` is in fp32 at least.
+    """
+    return int(max(BYTES[dtype], 4 if wide else 2))
 
 
 def bytes_of(weight: Weight, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iterator[tuple[str, int]]:
@@ -119,7 +123,7 @@ def bytes_of(weight: Weight, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iter
         matrix = weight.linear or weight.group == HEAD
         if matrix and store.packs and weight.inputs * width(dtype) % WORD[CPU] == 0:
             outputs = _whole(outputs, BLOCK)
-        yield weight.group, outputs * weight.inputs * width(dtype)
+        yield weight.group, outputs * weight.inputs * width(dtype, weight.wide)
 
 
 def by_bitsandbytes(dtype: Dtype, store: Storage) -> bool:

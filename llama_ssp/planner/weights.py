@@ -12,10 +12,13 @@ from functools import lru_cache
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.models.families import Family
 from llama_ssp.models.formats.kept import EXPERT, Kept, products_of_mix
+from llama_ssp.models.graph_sizes import ring_of
 from llama_ssp.models.layout import (
     BUFFERS,
     EXPERTS,
     QUANTISED,
+    STATES,
+    TAILS,
     Part,
     Share,
     Sizes,
@@ -41,7 +44,8 @@ from llama_ssp.planner.storage import (
 )
 from llama_ssp.planner.workload import Role
 
-CACHE = "cache"  # keys and values
+CACHE = "cache"  # keys and values, and states
+PLACE_BYTES = 3 * 8  # what compiled steps need to find states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +144,31 @@ class ModelPart:
         return self.kvs * self.sizes.head_dim
 
     @property
+    def linear_layers(self) -> int:
+        """Counts the layers whose attention is linear."""
+        return len(self.sizes.linear)
+
+    @property
+    def attention_layers(self) -> int:
+        """Counts the layers that keep keys and values."""
+        return len(self.sizes.attending)
+
+    @property
+    def linear_heads(self) -> int:
+        """Counts the heads of values of linear attention."""
+        return self.share.delta_heads.queries
+
+    @property
+    def state_numbers(self) -> int:
+        """Counts the numbers of a layer's state after one token."""
+        return sum(state.numbers for state in states(self.share) if state.name == STATES)
+
+    @property
+    def channels(self) -> int:
+        """Counts the channels of the convolution of linear attention."""
+        return sum(state.numbers for state in states(self.share) if state.name == TAILS)
+
+    @property
     def ffn(self) -> int:
         """Counts the columns of the MLP."""
         return length(self.share.columns)
@@ -231,6 +260,7 @@ def _joined(part: ModelPart, rows: list[TensorRow]) -> Weight:
         inputs=share.inputs(first),
         times=first.times,
         linear=is_product,
+        wide=first.wide,
         first=share.first_input(first),
         codes=part.codes if is_product else Kept(),
     )
@@ -298,7 +328,8 @@ def tensors(part: ModelPart, dtype: Dtype, store: Storage = AS_THEY_ARE) -> Iter
 class RolePart:
     """One rank's part of a role: weights, and caches of `capacity` tokens.
 
-    Of a trained head, `waiting` is of how many positions of a row it keeps what it has not read yet.
+    Of a trained head, `waiting` is of how many positions of a row it keeps what it has not read yet. A row is
+    rolled back by `rewinds` tokens at most.
     """
 
     role: str
@@ -309,6 +340,7 @@ class RolePart:
     masks: int
     compiled: bool = False  # its steps
     waiting: int = 0
+    rewinds: int = 0
     spare: int = 0  # slots of a cache with graphs beyond those of its rows: for pads, in whole buckets
 
     @staticmethod
@@ -336,9 +368,13 @@ class RolePart:
     def caches_bytes(self, rows: int, unit: int = 1) -> int:
         """Returns the bytes of all caches, each tensor of each layer rounded up to `unit`."""
         slots = rows * self.capacity + self.spare
+        texts = rows + 1 if self.spare else rows  # pads have states of their own
         total = 0
         for state in states(self.part.share):
-            size = slots * state.numbers * width(self.dtype)
+            positions = texts * (ring_of(self.rewinds) + state.tail) if state.in_ring else slots
+            size = positions * state.numbers * width(self.dtype, state.wide)
             total += len(state.blocks) * -(-size // unit) * unit
+        if self.part.linear_layers:
+            total += -(-PLACE_BYTES // unit) * unit
         waiting = rows * self.waiting * self.part.dim * width(self.dtype)
         return self.caches * (total + -(-waiting // unit) * unit)

@@ -3,7 +3,8 @@
 After a round a cache holds at most len-1 tokens of a row, and the next forward feeds the rest. So there are
 no special cases: prefill is the first catching up, and a draft model that was not fed its own last token
 after full acceptance is fed it next round. To roll back is to forget a length (models/passes.py): keys after
-it are overwritten when their positions come again.
+it are overwritten when their positions come again. A model with recurrent states goes on from the state after
+that length, which its cache still has (models/kv_cache.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -23,9 +24,14 @@ UNLIMITED = 2**31  # drafts
 class ModelRunner:
     """Runs a model on one batch, holds its cache, and counts forwards."""
 
-    def __init__(self, model: Model, prefill_chunk: int = 512) -> None:
+    def __init__(self, model: Model, prefill_chunk: int = 512, rewinds: int = 0) -> None:
+        """`rewinds`: how many tokens a roll back takes back at most. Of recurrent states so many are kept.
+
+        Where a roll back goes further, a model with such states reads the row's text anew.
+        """
         self.model = model
         self.prefill_chunk = prefill_chunk
+        self.rewinds = rewinds
         self.forwards = 0
         self.cached: list[int] = []  # how many tokens of each row's text the cache holds
         # Texts that grow longer than this are fed anew, because all their positions then have another scale.
@@ -40,7 +46,7 @@ class ModelRunner:
         self.cached = [0] * rows
         self._given = [0] * rows
         self._cache = None  # first: its memory may be needed
-        self._cache = self.model.new_cache(rows, capacity)
+        self._cache = self.model.new_cache(rows, capacity, self.rewinds)
 
     def prefill(self, token_BS: Tensor, ends: list[int]) -> None:
         """Feeds each row up to its end, in chunks; the texts have one token more."""
@@ -57,15 +63,16 @@ class ModelRunner:
     def refill(self, token_BS: Tensor, lengths: dict[int, int], kept: dict[int, int]) -> int:
         """Gives rows other texts of these lengths, and feeds all but the last token of each, in chunks.
 
-        The rows are fed together, other rows nothing. At most `kept` tokens of a row stay in the cache;
-        returns how many did in all. A row of which none stay is cleared: no NaN of a damaged text may stay,
-        as 0 times NaN is NaN.
+        The rows are fed together, other rows nothing. At most `kept` tokens of a row stay in the cache: all
+        of them, or none where the cache has no recurrent state after them. Returns how many did in all. A row
+        of which none stay is cleared: no NaN of a damaged text may stay, as 0 times NaN is NaN.
         """
         assert self._cache is not None, "start() comes first"
 
         for row, length in lengths.items():
             has_other_scale = self._is_long(length) != self._is_long(self._given[row])
-            self.cached[row] = 0 if has_other_scale else min(kept.get(row, 0), self.cached[row])
+            staying = min(kept.get(row, 0), self.cached[row])
+            self.cached[row] = 0 if has_other_scale else self._cache.resumable(row, staying)
             self._given[row] = length
             if not self.cached[row]:
                 self._cache.clear(row)
@@ -157,7 +164,9 @@ class ModelRunner:
 
         The last token of a text is always fed again, so that there are logits of what follows it.
         """
-        self.cached = [min(c, length - 1) for c, length in zip(self.cached, lengths, strict=True)]
+        assert self._cache is not None, "start() comes first"
+        kept = [min(cached, length - 1) for cached, length in zip(self.cached, lengths, strict=True)]
+        self.cached = [self._cache.resumable(row, length) for row, length in enumerate(kept)]
 
     def _forward(self, token_BS: Tensor, ends: list[int], last_only: bool) -> tuple[Pass, Tensor]:
         """Feeds each row up to its end, in one pass; returns the pass, and the logits of its columns."""

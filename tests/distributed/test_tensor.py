@@ -14,6 +14,7 @@ from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import DistributedError
 from llama_ssp.models.assemble import decoder
 from llama_ssp.models.decoder import WholeNorms
+from llama_ssp.models.delta import DeltaNet
 from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
 from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.formats.coded import taken
@@ -31,6 +32,7 @@ from tests.families import FAMILIES, TOLERANCE, VOCAB, module_of, synthetic
 CPU = torch.device("cpu")
 SMALL = ModelConf(name="small")
 CAPACITY = 24
+REWINDS = 3
 # What each pass feeds: (kept before, fed) a row. Prefill, ragged steps, rollbacks over stale keys.
 PASSES = [((0, 0, 0), (9, 5, 1)), ((9, 5, 1), (4, 1, 3)), ((10, 6, 2), (3, 5, 0)), ((13, 11, 2), (1, 2, 4))]
 
@@ -44,6 +46,8 @@ def uneven(name: str) -> dict[str, Any]:
     if own.get("num_key_value_heads") is None:
         sizes["num_key_value_heads"] = 5
     other = {"moe_intermediate_size": 28, "word_embed_proj_dim": 40}
+    if FAMILY_ROWS[family].names.delta is not None:
+        sizes |= {"linear_num_key_heads": 5, "linear_num_value_heads": 10}
     return sizes | {key: size for key, size in other.items() if key in own}
 
 
@@ -65,6 +69,11 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
     "opt-tied": ("opt", TIED),
     "neo-tied": ("gpt_neo", TIED),
     "qwen3-tied": ("qwen3", TIED),
+    "qwen3.5-one-key-head": ("qwen3_5", {"linear_num_key_heads": 1, "linear_num_value_heads": 5}),
+    "qwen3-next-three-ranks": (
+        "qwen3_next",
+        {**SIX_HEADS, "linear_num_key_heads": 3, "linear_num_value_heads": 9},
+    ),
     "even-vocabulary": ("llama-gqa", {"vocab_size": 96}),
     "mlp-bias": ("llama-gqa", {"mlp_bias": True, "attention_bias": True}),
 }
@@ -88,7 +97,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
 
 def walked(causal: Any) -> list[Tensor]:
     """The real columns' logits of every pass, over one ragged cache."""
-    cache = causal.new_cache(3, CAPACITY)
+    cache = causal.new_cache(3, CAPACITY, REWINDS)
     found = []
     for number, (start, count) in enumerate(PASSES):
         pass_ = Pass(spans=all_rows(start, count), device=CPU)
@@ -133,17 +142,22 @@ def compare(folder: Path, world: int, dtype: Dtype = Dtype.fp32, tolerance: floa
     for pass_logits in zip(*found, strict=True):
         assert all(torch.equal(one, pass_logits[0]) for one in pass_logits)
     blocks = whole.decoder.blocks
-    each = 3 if isinstance(blocks[0].attention.norms, WholeNorms) else 2
+    each = 3 if isinstance(getattr(blocks[0].attention, "norms", None), WholeNorms) else 2
     passes = len(PASSES) if world > 1 else 0  # that exchange anything
     assert {rank.counts["sums"] for rank in ranks} == {passes * (each * len(blocks) + 1)}
     assert {rank.counts["gathers"] for rank in ranks} == {passes}
 
 
 def splits(folder: Path, world: int) -> bool:
-    """Whether the heads can be split over `world` ranks."""
-    attention = whole_of(folder, Dtype.fp32)[0].decoder.blocks[0].attention
-    heads, groups = (size // attention.head_dim for size in attention.sizes[:2])
-    return world <= groups or (world % groups == 0 and world <= heads)
+    """Whether the heads can be split over `world` ranks: those of attention, and of linear attention."""
+    counts = set()
+    for block in whole_of(folder, Dtype.fp32)[0].decoder.blocks:
+        attention = block.attention
+        if isinstance(attention, DeltaNet):
+            counts.add((len(attention.decay), attention.key_heads))
+        else:
+            counts.add((attention.sizes[0] // attention.head_dim, attention.sizes[-1] // attention.head_dim))
+    return all(world <= groups or (world % groups == 0 and world <= heads) for heads, groups in counts)
 
 
 # Of each model two of three numbers of ranks, in turn.

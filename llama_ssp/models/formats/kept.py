@@ -47,6 +47,9 @@ FUSED = [
     ("attn_q", "attn_k", "attn_v"),
     ("attn_qkv",),
     ("attn_output",),
+    ("delta_qkv", "delta_z", "delta_b", "delta_a"),  # of linear attention; GGUF has no such names
+    ("delta_qkvz", "delta_ba"),
+    ("delta_out",),
     ("ffn_gate", "ffn_up"),
     ("ffn_down",),
     ("shared_gate", "shared_up"),  # of experts that all tokens go through
@@ -62,9 +65,14 @@ BYTE_TABLES = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8"}
 
 def names_of(names: Names) -> dict[str, str]:
     """Returns the names in GGUF of a block's matrices, by the family's."""
-    qkv = FUSED[0] if len(names.qkv) > 1 else FUSED[1]
-    up = FUSED[3] if len(names.up) > 1 else ("ffn_up",)
+    qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
+    up = ("ffn_gate", "ffn_up") if len(names.up) > 1 else ("ffn_up",)
     others = {names.output: "attn_output", names.down: "ffn_down"}
+    if names.delta is not None:
+        inputs: tuple[str, ...] = ("delta_qkv", "delta_z", "delta_b", "delta_a")
+        if len(names.delta.inputs) == 2:
+            inputs = ("delta_qkvz", "delta_ba")
+        others |= dict(zip(names.delta.inputs, inputs, strict=True)) | {names.delta.output: "delta_out"}
     if names.shared_down:
         shared = ("shared_gate", "shared_up", "shared_down")
         others |= dict(zip((*names.shared_up, names.shared_down), shared, strict=True))

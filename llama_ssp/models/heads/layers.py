@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from llama_ssp.models.attention import Places, Rotary
 from llama_ssp.models.decoder import Attention, Block, Mlp, Norm, Turns
 from llama_ssp.models.heads.settings import Eagle3Settings
-from llama_ssp.models.kv_cache import Caches, KeysValues
+from llama_ssp.models.kv_cache import Caches, LayerCache
 from llama_ssp.models.linear import in_fp32
 
 
@@ -60,7 +60,7 @@ class Eagle3(nn.Module):
         g_TH: Tensor = self.fc(state_TX)
         return g_TH
 
-    def forward(self, token_T: Tensor, g_TH: Tensor, places: Places, cache: KeysValues) -> Tensor:
+    def forward(self, token_T: Tensor, g_TH: Tensor, places: Places, cache: LayerCache) -> Tensor:
         """Returns z, (T, H); keys and values are written into the cache."""
         norms = self.norms
         normed_TH = norms["states"](g_TH)
@@ -75,7 +75,7 @@ class Eagle3(nn.Module):
         return z_TH
 
     def step(
-        self, token_T: Tensor, g_TH: Tensor, last_R: Tensor, places: Places, cache: KeysValues
+        self, token_T: Tensor, g_TH: Tensor, last_R: Tensor, places: Places, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         """Returns logits (R, E) and z (R, H) of the tokens at places `last_R`; writes the cache, too."""
         z_RH = self(token_T, g_TH, places, cache)[last_R]

@@ -16,6 +16,7 @@ from llama_ssp.models.interface import Loaded, Tally
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels.build import complaint
 from llama_ssp.models.kv_cache import Caches, KVCache
+from llama_ssp.models.layout import CacheShape
 from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile
 from llama_ssp.models.quantization import scales_of
@@ -36,7 +37,7 @@ class HeadModel(Loaded):
         head: Eagle3 | DFlash,
         config: Any,
         *,
-        cache_shapes: list[tuple[int, int]],
+        cache_shapes: list[CacheShape],
         taps: tuple[int, ...],
         name: str,
         fast: bool,
@@ -86,7 +87,7 @@ class DFlashModel(HeadModel):
         config: Any,
         settings: DFlashSettings,
         *,
-        cache_shapes: list[tuple[int, int]],
+        cache_shapes: list[CacheShape],
         taps: tuple[int, ...],
         name: str,
         fast: bool,
@@ -130,7 +131,7 @@ class Eagle3Model(HeadModel):
         config: Any,
         settings: HeadSettings,
         *,
-        cache_shapes: list[tuple[int, int]],
+        cache_shapes: list[CacheShape],
         taps: tuple[int, ...],
         name: str,
         fast: bool,
@@ -181,7 +182,12 @@ class Eagle3Model(HeadModel):
         return self.head.step(token_T, g_TH, last_R, places, layer)
 
     def prepare(
-        self, widths: Iterable[int] = (), rows: int = 1, capacity: int = 8, ragged: bool = True
+        self,
+        widths: Iterable[int] = (),
+        rows: int = 1,
+        capacity: int = 8,
+        ragged: bool = True,
+        rewinds: int = 0,
     ) -> None:
         """Loads or compiles the step before it is needed; one serves all widths."""
         if self.is_compiled:

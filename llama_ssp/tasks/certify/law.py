@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from llama_ssp.config import MAX_K
 from llama_ssp.models.interface import Model
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.verification import DraftBlock, Rule
@@ -263,7 +264,7 @@ def _fed_at_once(model: Model, texts: Sequence[Text], width: int, chunk: int) ->
     lengths = [len(text.token_ids) for text in texts]
     starts = [length - text.last - 1 for text, length in zip(texts, lengths, strict=True)]  # of the logits
     token_BS = pad_sequence([torch.tensor(text.token_ids) for text in texts], True).to(model.device)
-    runner = ModelRunner(model, chunk)
+    runner = ModelRunner(model, chunk, rewinds=min(width, MAX_K))  # steps as wide as a run's
     runner.start(len(texts), max(lengths))
     runner.prefill(token_BS, [text.prompt_length - 1 for text in texts] if width else starts)
 
