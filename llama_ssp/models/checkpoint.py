@@ -44,6 +44,13 @@ log = logging.getLogger(__name__)
 # Models in this package.
 SHIPPED = "shipped:"
 SHIPPED_FOLDER = Path(__file__).parents[1] / "shipped"
+# What config.json calls the types of weights; others have no name here.
+DTYPES_ON_DISK = {
+    "float64": Dtype.fp64,
+    "float32": Dtype.fp32,
+    "float16": Dtype.fp16,
+    "bfloat16": Dtype.bf16,
+}
 
 
 def complete(model: ModelConf, role: str, download: bool = False) -> tuple[ModelConf, Path | None]:
@@ -280,10 +287,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return part
 
 
-def is_fp16(path: Path) -> bool:
-    """Returns whether config.json says that the weights are fp16."""
+def dtype_on_disk(path: Path) -> Dtype | None:
+    """Returns the type that config.json gives the weights; None where it gives none, and of a GGUF file."""
     config = {} if is_gguf(path) else text_part(read_json(path / "config.json"))
-    return config.get("dtype", config.get("torch_dtype")) == "float16"
+    name = config.get("dtype", config.get("torch_dtype"))
+    return DTYPES_ON_DISK.get(str(name))
 
 
 def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:
