@@ -255,7 +255,7 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
 
         # Each job of a sweep has words of its own.
         words = sys.argv[1:] if job.number is None else job.words
-        return planning.execute(checked, world, leads, words, place)
+        return planning.execute(checked, world, leads, words, place, job.words)
 
     from llama_ssp.batch.index import names_of
     from llama_ssp.batch.job import chosen_seed, continued
@@ -290,7 +290,9 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     # The leader reads prompts and draws the seed, and broadcasts both.
     reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
     seed = chosen_seed(checked, task.name == "batch" and leads)
-    inputs = RunInputs(run=recorded, seed=seed, pairs=pairs, reading=reading, place=place)
+    inputs = RunInputs(
+        run=recorded, seed=seed, pairs=pairs, reading=reading, place=place, words=tuple(job.words)
+    )
     keep_threads_to_share()
     on_gpus = _computes_on_gpus(recorded)  # on every rank: it sets how CUDA numbers GPUs, before CUDA starts
     if world == 1 and not on_gpus:

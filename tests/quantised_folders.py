@@ -184,14 +184,27 @@ def scaled(code_KN: Tensor, zero_GN: Tensor, scale_GN: Tensor, group_K: Tensor) 
     return ((code_KN - zero_GN[group_K]) * scale_GN[group_K]).T
 
 
-def four_bit(table: str, nested: bool = False, dtype: torch.dtype = torch.float32, block: int = 64) -> Format:
-    """By bitsandbytes, with the scales of blocks coded in turn if `nested`; read as `dtype`."""
+def four_bit(
+    table: str,
+    nested: bool = False,
+    dtype: torch.dtype = torch.float32,
+    block: int = 64,
+    storage: torch.dtype = torch.uint8,
+) -> Format:
+    """By bitsandbytes, with the scales of blocks coded in turn if `nested`; read as `dtype`.
+
+    Codes stand in the place of numbers of the type `storage`.
+    """
 
     def write(weight: Tensor) -> Tensors:
         from bitsandbytes.functional import quantize_4bit
 
         codes, state = quantize_4bit(
-            weight.to(dtype), blocksize=block, quant_type=table, compress_statistics=nested
+            weight.to(dtype),
+            blocksize=block,
+            quant_type=table,
+            compress_statistics=nested,
+            quant_storage=storage,
         )
         parts = {f".weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
         return {".weight": codes, **parts}
@@ -205,6 +218,7 @@ def four_bit(table: str, nested: bool = False, dtype: torch.dtype = torch.float3
     claim = {
         "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": table,
         "bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": str(storage).removeprefix("torch."),
     }  # fmt: skip
     return Format(claim, write, read)
 
@@ -339,6 +353,8 @@ FORMATS = {
     "nf4": four_bit("nf4"),
     "nf4-bf16": four_bit("nf4", dtype=torch.bfloat16),
     "nf4-nested": four_bit("nf4", nested=True),
+    "nf4-stored-bf16": four_bit("nf4", storage=torch.bfloat16),
+    "fp4-stored-fp32": four_bit("fp4", storage=torch.float32),
     "fp4": four_bit("fp4"),
     "mxfp4": mxfp4(),
     **WITH_ACTIVATIONS,

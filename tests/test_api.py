@@ -142,6 +142,9 @@ REFUSED = [
     (lambda pair: pair.score("ab"), "texts is of the wrong type; found 'ab'"),
     (lambda pair: pair.score(["a\ud83d"]), "surrogate pair; prompt 0; found at character 1"),
     (lambda pair: pair.score([[5] * 9999]), "found 9999 tokens, allowed at most 1025;"),
+    (lambda pair: pair.score_continuations([[5]], [[[6], []]]), "found 1 contexts, .* nothing empty"),
+    (lambda pair: pair.score_continuations([[5]], []), "found 1 contexts, 0 lists"),
+    (lambda pair: pair.score_continuations([[5]], [[[-1]]]), "prompt 0; found id -1"),
 ]
 
 

@@ -579,7 +579,7 @@ def test_or_are_answered_with_their_errors(command: Command, monkeypatch: pytest
     done = command(*SMALL, "task.output=out.jsonl", "task.on_bad_row=skip")
     first, *bad = lines("out.jsonl")
     assert first["finish_reason"] == "length"
-    assert [line["id"] for line in bad] == ["b", "a", "line-4"]
+    assert [line["id"] for line in bad] == ["b", "line-3", "line-4"], "no id stands twice"
     for line, why in zip(bad, ("fills the model's context", "used twice", "not JSON"), strict=True):
         assert why in line["error"]["message"]
     assert (done.code, done.document["records_refused_here"]) == (0, 3)
@@ -795,6 +795,28 @@ def test_a_signal_blames_no_record(
             assert in_child(lambda: launched(*SMALL, "task.output=out.jsonl")) == 128 + number
     assert command(*SMALL, "task.output=out.jsonl").code == 0
     assert Path("out.jsonl").read_bytes() == undisturbed
+
+
+@pytest.mark.slow
+def test_the_status_keeps_a_process_that_was_killed(
+    command: Command, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+):
+    """What it had finished, and that it failed, when it has just died and when the job is done."""
+    with monkeypatch.context() as patch:
+        stopped_at(patch, 5, lambda: os._exit(KILLED))
+        assert in_child(lambda: launched(*SMALL, "task.output=out.jsonl")) == KILLED
+
+    def status() -> Any:
+        return command("task=batch", "task.status=true", "task.output=out.jsonl").document
+
+    killed = status()
+    (group,) = killed["groups"]
+    assert killed["failures"] == 1 and group["died"] and 0 < group["records"] < RECORDS
+    assert command(*SMALL, "task.output=out.jsonl").code == 0
+    done = status()
+    second, first = sorted(done["groups"], key=lambda one: one["died"])
+    assert (done["failures"], first["records"], first["died"]) == (1, group["records"], True)
+    assert second["records"] == RECORDS - first["records"] and not second["died"]
 
 
 @pytest.mark.slow

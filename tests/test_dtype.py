@@ -11,7 +11,7 @@ import torch
 from llama_ssp.config import Dtype, ModelConf, Weights
 from llama_ssp.models.causal_lm import CausalModel
 from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.models.devices import device_of
+from llama_ssp.models.devices import device_of, dtype_of
 from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import load
 from llama_ssp.models.passes import Pass, all_rows
@@ -20,6 +20,8 @@ from llama_ssp.planner.storage import Storage
 from llama_ssp.planner.weights import ModelPart, held
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.tasks.certify.greedy import Finding, check_greedy
+from tests import checkpoints
+from tests.conftest import Command
 from tests.distributed.threads import ranks_of
 from tests.families import VOCAB, build, decoder_of
 from tests.rig import Run, speculate
@@ -223,3 +225,18 @@ def test_a_device_has_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of("cuda:1", "x") == torch.device("cuda:1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert device_of("cuda", "x") == device_of("auto", "x") == torch.device("cuda:1")
+
+
+def test_a_line_says_that_weights_in_fp32_are_rounded(
+    command: Command, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, of the target, and only where nobody has said how they are held."""
+    folder = str(checkpoints.save(tmp_path / "wide"))
+    words = (f"model={folder}", f"draft={folder}", "task.prompts=[x]", "task.max_new_tokens=2", "seed=1")
+    line = "model wide: fp32 on disk, bf16 here; model.dtype=fp32 keeps it"
+    is_rounded = dtype_of(Dtype.auto, CPU, "model.dtype") is Dtype.bf16
+    for given, count in ((), int(is_rounded)), (("model.dtype=fp32",), 0), (("model.dtype=bf16",), 0):
+        caplog.clear()
+        answer = command(*words, *given, "out=null")
+        assert answer.code == 0, answer.err
+        assert (caplog.text.count(line), caplog.text.count("on disk")) == (count, count), given

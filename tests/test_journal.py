@@ -807,6 +807,44 @@ def test_done_shards_are_counted_by_their_groups(lost: int, done: Journal):
         assert (groups[0].ranks, groups[0].gpus, groups[0].records, groups[1].records) == (4, 2, 4, 3)
 
 
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stopped"])
+def test_a_group_keeps_what_it_finished_of_a_shard_that_another_ended(
+    is_killed: bool, journal: Journal, monkeypatch: pytest.MonkeyPatch
+):
+    """Before the other begins, and when it has published the shard; whether it died is kept, too."""
+    name = "a"
+    monkeypatch.setattr(atomic_files, "unique_name", lambda: name)
+    shard = journal.manifest.shards[0]
+    journal.note(gpus=1, began=1.0)
+    first = journal.attempt(shard)
+    first.begin([0, 1], 2)
+    first.finish(0, {"id": "0", "output_tokens": 20})
+    if not is_killed:
+        first.excuse()
+    (of_first,) = journal.survey()[1]
+    assert (of_first.records, of_first.tokens, of_first.died) == (1, 20, is_killed)
+
+    name = "b"
+    journal.note(gpus=1, began=2.0)
+    second = journal.attempt(shard)
+    for index in second.missing:
+        second.finish(index, {"id": str(index), "output_tokens": 3})
+    second.publish()
+    standing, groups = journal.survey()
+    assert standing.records_finished == len(shard.indices)
+    told = [(group.group, group.records, group.tokens, group.died) for group in groups]
+    assert told == [("a", 1, 20, is_killed), ("b", 3, 9, False)]
+
+
+def test_a_group_at_work_has_not_died(journal: Journal):
+    """Its claim is renewed; without it the same files are those of a process that has gone."""
+    shard, claim = journal.claim() or pytest.fail("nothing is open")
+    with claim:
+        journal.attempt(shard).begin([0], 1)
+        assert [group.died for group in journal.survey()[1]] == [False]
+    assert [group.died for group in journal.survey()[1]] == [True]
+
+
 def test_done_shards_that_their_groups_count_are_not_read(done: Journal):
     standing, _ = done.survey()
     for path in (done.folder / "done").iterdir():

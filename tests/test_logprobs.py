@@ -187,6 +187,43 @@ def test_given_texts(numbers: int, kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert engine.target.forwards == (1 if kind == "decoder" or numbers > 4 * VOCAB else 8)
 
 
+# Of one context: some differ in their last token alone, and some begin another.
+CONTINUATIONS = [
+    [(5,), (6,), (7,)],
+    [(5, 6), (5, 9), (8,), (5, 6, 7, 8, 9)],
+    [(3, 4), (3, 4, 5)],
+]
+
+
+@pytest.mark.parametrize("numbers", [2**24, 2 * len(PROMPTS) * VOCAB], ids=["whole", "in parts"])
+@pytest.mark.parametrize("kind", ["module", "decoder"])
+def test_continuations_have_those_of_whole_texts(
+    numbers: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context is read once, and each stem once: continuations that differ at the end alone share a pass."""
+    monkeypatch.setattr("llama_ssp.speculative.logprobs.NUMBERS", numbers)
+    target, _ = models(torch.float64 if kind == "module" else torch.float32)
+    near = NEAR_64 if kind == "module" else NEAR
+    decoder = DecoderModel(decoder_of(target.module), target.module.config, "target")
+    model = target if kind == "module" else decoder
+
+    engine = reading(model, None, sampling=SamplingConfig())
+    contexts = [Prompt(prompt.id, prompt.token_ids) for prompt in PROMPTS]
+    found = engine.score_continuations(contexts, CONTINUATIONS, LogprobReader(TOP))
+    if numbers == 2**24:
+        assert engine.target.forwards == 1 + 3, "the contexts, and three stems of the second one"
+
+    whole = reading(model, None, sampling=SamplingConfig())
+    for context, wanted, by_ids in zip(contexts, CONTINUATIONS, found, strict=True):
+        assert set(by_ids) == set(wanted)
+        texts = [Prompt(str(n), (*context.token_ids, *ids)) for n, ids in enumerate(wanted)]
+        for ids, scores in zip(wanted, whole.score(texts, LogprobReader(TOP)), strict=True):
+            for one, other in zip(by_ids[ids], scores[len(context.token_ids) :], strict=True):
+                assert one.token_id == other.token_id
+                assert one.logprob == pytest.approx(other.logprob, abs=near)
+                assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
 TEXTS = ["hello", "a longer prompt", "x"]
 FP32 = ("model.dtype=fp32", "draft.dtype=fp32")
 SMALL = (*FP32, "seed=3", "task.max_new_tokens=10", "out=null")

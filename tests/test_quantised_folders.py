@@ -16,7 +16,7 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import decoder, wanted
-from llama_ssp.models.checkpoint import SHIPPED_FOLDER, inspect
+from llama_ssp.models.checkpoint import SHIPPED_FOLDER, complete, inspect
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.experts import Experts, apply_on_gpu
@@ -139,6 +139,26 @@ def test_a_pattern_that_may_take_for_ever_is_refused(folders: Path, tmp_path: Pa
     edit(path / "config.json", lambda c: c["quantization_config"].update(dynamic=rules))
     with pytest.raises(ModelError, match="takes too long"):
         same(path)
+
+
+def test_a_folder_that_was_saved_uncompressed_is_refused_by_name(folders: Path, tmp_path: Path) -> None:
+    """With save_compressed=False weights are plain, next to the scales by which the library rounds them."""
+    source = quantised("int8-channel", folders / "int8-channel")
+    path = copied(source, tmp_path / "uncompressed")
+    inspect(path)
+    edit_tensors(path, lambda tensors: tensors.update(weights_of("int8-channel", source)))
+    with pytest.raises(
+        ModelError, match=r"saved uncompressed .*use a copy of the model in another"
+    ) as raised:
+        inspect(path)
+    assert "fetch" not in str(raised.value)
+
+
+def test_packed_says_that_all_layers_with_act_order_are_decoded(folders: Path) -> None:
+    path = quantised("gptq-act-order", folders / "gptq-act-order")
+    model = ModelConf(name="ordered", path=str(path), dtype=Dtype.packed)
+    with pytest.raises(ModelError, match=r"found gptq.*act-order, which is decoded .*model\.dtype=bf16$"):
+        complete(model, "model")
 
 
 def test_experts_by_the_names_of_other_tools(folders: Path, tmp_path: Path) -> None:

@@ -242,11 +242,11 @@ BAD_COMPLETION = json.dumps({"custom_id": "dup", "url": "/v1/completions", "body
     ids=["good, bad", "bad, good", "bad, bad, good", "completion, good", "good, completion", "no JSON"],
 )  # fmt: skip
 def test_an_id_of_a_refused_line_is_used(lines: list[str], tmp_path: Path):
-    """The error is an answer with this id. All but the first of its lines say that it is used twice."""
+    """The error is an answer with this id. Lines after it are answered by their number, and say so."""
     first, *others = read(tmp_path, "\n".join(lines), on_bad_row=OnBadRow.skip)
     assert isinstance(first, Request) if lines[0] == GOOD else "used twice" not in first.error
     for number, record in enumerate(others, start=2):
-        assert isinstance(record, Refused) and record.id == first.id
+        assert isinstance(record, Refused) and record.id == f"line-{number}" != first.id
         assert re.search(f"an id is used twice; .* line 1 and .* line {number};", record.error)
 
 

@@ -1,6 +1,7 @@
 """Tables, the page of a run, and the folders of a sweep: on made-up runs."""
 
 import csv
+import html
 import io
 import json
 import re
@@ -20,6 +21,7 @@ from llama_ssp.report.page import execute
 from llama_ssp.report.plots import svg
 from llama_ssp.report.run_folder import RunFolder, sweep_folder
 from llama_ssp.report.tables import Column, Table, text_of
+from llama_ssp.report.task_tables import CHECK_MEANINGS
 from llama_ssp.report.task_tables import speeds as shown
 from tests.refusals import LAUGHS
 from tests.test_speeds import speeds
@@ -195,3 +197,26 @@ def test_a_sweep_names_its_folders_by_what_differs(tmp_path: Path, caplog: pytes
     assert sweep_folder(0, ["seed=1"], None, began) is None
     for alike in (["x" * 200 + "1", "x" * 200 + "2"], ["out='a/b'", "out='a_b'"]):
         assert sweep_folder(0, alike[:1], "out", began) != sweep_folder(1, alike[1:], "out", began)
+
+
+def test_a_report_shows_what_was_given_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not what the plan or the model decided, although it is not the default; a preset by its name."""
+    place = saved(tmp_path / "a", measured(), top_k=7, temperature=0.6)
+    words = ["task=measure", "model=demo", "sampling.top_k=7", f"out={tmp_path}"]
+    (tmp_path / "a" / "overrides.yaml").write_text(yaml.safe_dump(words))
+    assert execute([place], Console()) == 0
+    page = Path(capsys.readouterr().out.strip()).read_text()
+    given, _, others = page.partition("Other settings")
+    assert "Settings that were given" in given and "differ from the defaults" not in page
+    assert "<td>model</td><td>demo</td>" in given and "<td>sampling.top_k</td><td>7</td>" in given
+    assert "sampling.temperature" not in given and "sampling.temperature" in others
+    assert "sampling.top_k" not in others and "<td>task</td>" not in page
+
+
+def test_a_report_says_what_each_check_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checks = [{"name": name, "outcome": "passed", "says": "well"} for name in CHECK_MEANINGS]
+    summary = {"task": "certify", "status": "done", "checks": checks, "says": "same"}
+    assert execute([saved(tmp_path / "a", summary)], Console()) == 0
+    page = Path(capsys.readouterr().out.strip()).read_text()
+    assert all(page.count(f"<td>{name}</td>") == 2 for name in CHECK_MEANINGS)
+    assert all(html.escape(meaning) in page for meaning in CHECK_MEANINGS.values())

@@ -114,6 +114,23 @@ def test_scores_have_the_scale_of_the_text_so_far() -> None:
         assert scores[at].logprob == pytest.approx(float(logprob_V[text[at]]), abs=1e-4)
 
 
+def test_scores_of_continuations_have_the_scale_of_the_text_so_far() -> None:
+    """A continuation that goes beyond the limit is read with its context anew; the next one is not."""
+    prompt, _ = list(scaled_texts("phi3").items())[1]
+    text, module = prompt.token_ids, scaled("phi3")
+    context, long, short = text[: LIMIT - 2], text[LIMIT - 2 : LIMIT + 6], text[LIMIT - 2 : LIMIT - 1]
+    engine = engine_of(model_of("phi3"), None, chunk=7)
+    (found,) = engine.score_continuations(
+        [Prompt("0", context)], [[long, short, (*short, 5)]], LogprobReader(1)
+    )
+    for ids in (long, short, (*short, 5)):
+        for count, one in enumerate(found[ids]):
+            with torch.inference_mode():
+                so_far = torch.tensor([[*context, *ids[:count]]])
+                logprob_V = module(input_ids=so_far).logits[0, -1].log_softmax(-1)
+            assert one.logprob == pytest.approx(float(logprob_V[ids[count]]), abs=1e-4)
+
+
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_rows_are_refilled(name: str) -> None:
     """A prompt that is read in chunks, between the rounds of others, has its whole length's scale at once."""

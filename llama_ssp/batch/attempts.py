@@ -33,6 +33,7 @@ STALE_S = 60.0
 # SHARD.NUMBER.PROCESS.jsonl, and the draft of such a file, which a killed process may have left.
 ATTEMPT_FILE = re.compile(r"(?P<shard>[0-9]{5,})\.(?P<number>[0-9]{3,})\.(?P<process>.+)\.jsonl")
 ATTEMPT_DRAFT = re.compile(r"\.(?P<shard>[0-9]{5,})\.[0-9]{3,}\..+")
+REOPENED = "reopened-"  # begins the name of a process in a file of answers that were taken back
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Shard:
 class PastAttempt:
     """What an attempt's file tells."""
 
+    process: str = ""  # as in the file's name
     finished: dict[int, dict[str, Any]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
     among: int = 1  # texts that the process had under way when the last ones were begun
@@ -84,6 +86,7 @@ class Attempt:
         self._group = group
         self._require_present = require_present
         self._finished: dict[int, dict[str, Any]] = {}
+        self._earlier = earlier
         self.deaths = Counter[int]()
         # By record: the nodes on which an attempt died during it alone, and where it gave no numbers.
         self.deaths_alone = defaultdict[int, list[str]](list)
@@ -138,10 +141,30 @@ class Attempt:
         self._file.close()
         whole = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
         if was_first := write_once(self._done, whole.encode()):
-            append_line(self._group, {"shard": self.shard.name, "at": time.time(), **counted(answers)})
+            line = {"shard": self.shard.name, "at": time.time(), **counted(answers)}
+            append_line(self._group, {**line, "others": self._others()})
         for path in attempt_files(self._path.parent, self.shard.name):
             path.unlink(missing_ok=True)  # what they hold is in `done` now
         return was_first
+
+    def _others(self) -> dict[str, dict[str, Any]]:
+        """Returns what is not this process's of the shard: what earlier ones finished, and whether they died.
+
+        Their files go when the shard is published.
+        """
+        result: dict[str, dict[str, Any]] = {}
+        known = set[int]()
+        for past in self._earlier:
+            own = counted(past.finished[index] for index in past.finished.keys() - known)
+            known.update(past.finished)
+            if past.process.startswith(REOPENED):
+                continue
+            of_process = result.setdefault(past.process, {"at": 0.0, "died": False, **dict.fromkeys(own, 0)})
+            of_process["at"] = max(of_process["at"], past.last_at)
+            of_process["died"] = of_process["died"] or bool(past.failed_at)
+            for key, count in own.items():
+                of_process[key] += count
+        return result
 
     def _append(self, entry: dict[str, Any]) -> None:
         line = b"\n" + sealed(entry)  # so that a torn line before it stands alone
@@ -200,7 +223,8 @@ def attempt_files(folder: Path, shard: str = "*") -> list[Path]:
 
 def read_part(path: Path) -> PastAttempt:
     """What the file tells: nothing where it has gone, because its shard has been published meanwhile."""
-    past = PastAttempt()
+    named = ATTEMPT_FILE.fullmatch(path.name)
+    past = PastAttempt(process=named["process"] if named else "")
     for entry in lines_in(path):
         past.begun.update(entry.get("begun", ()))
         past.among = entry.get("among", past.among)

@@ -217,10 +217,17 @@ class Index:
             try:
                 require_usable(TextPrompt(record.id, "", self.where(number)), first)
             except DataError as twice:
-                refused = Refused(index=number, id=record.id, url=record.url, error=str(twice))
+                # By its line: an output in which an id stands twice loses an answer where it is read by ids.
+                own = self._line_name(number, run)
+                refused = Refused(index=number, id=own, url=record.url, error=str(twice))
                 self._refuse(refused, run)
             first.setdefault(record.id, self.where(number))
         self.refused = dict(sorted(self.refused.items()))
+
+    def _line_name(self, number: int, run: RunConf) -> str:
+        """Returns the id that the record of this number would have if its line had none."""
+        row = self.rows[number]
+        return f"{self._reader(int(row['file']), run).named}line-{row['line']}"
 
     def where(self, number: int) -> str:
         row = self.rows[number]
@@ -261,13 +268,15 @@ def names_of(name: str) -> list[str]:
     endings = (*JSON_ENDINGS, *(ending + GZIP for ending in JSON_ENDINGS), PARQUET)
     paths = path.parent.glob(path.name) if "*" in path.name else path.glob("*")
     names = sorted(str(one) for one in paths if one.name.lower().endswith(endings) or "*" in path.name)
-    if not names:
+    if not names and path.is_dir():
         raise DataError(
-            "task.input holds no files" if path.is_dir() else "task.input does not exist",
-            where=path,
-            allowed=" ".join(endings) * path.is_dir(),
-            fix="check the path",
+            "task.input holds no files", where=path, allowed=" ".join(endings), fix="check the path"
         )
+    if not names:
+        fix = "check the path"
+        if any(home_expanded(part.strip()).is_file() for part in name.split(",")):
+            fix = "name a folder, or a pattern in quotes, as in task.input='part-*.jsonl'"
+        raise DataError("task.input does not exist", where=path, fix=fix)
     return names
 
 

@@ -16,7 +16,16 @@ from typing import Any
 
 from llama_ssp.batch import atomic_files as files
 from llama_ssp.batch import attempts
-from llama_ssp.batch.attempts import ATTEMPT_DRAFT, ATTEMPT_FILE, Attempt, Shard, attempt_files, read_part
+from llama_ssp.batch.attempts import (
+    ATTEMPT_DRAFT,
+    ATTEMPT_FILE,
+    REOPENED,
+    Attempt,
+    PastAttempt,
+    Shard,
+    attempt_files,
+    read_part,
+)
 from llama_ssp.batch.records import counted, is_error
 from llama_ssp.config.gone import gone
 from llama_ssp.errors import DataError, StorageError, UsageError, shortened
@@ -39,6 +48,7 @@ BEFORE_MANIFEST = re.compile(
     r"index|input-[0-9]+|slurm|logs|\.(probe|index|input-[0-9]+|run\.json)\..+|\.nfs.+"
 )
 ALL_NAMES = {MANIFEST, TRIALS, COSTS, ROWS, MACHINE, PARTS, DONE, CLAIMS, GROUPS, PUBLISHED}
+COUNTS = ("records", "failed", "tokens")  # of a group's work
 GONE = ("speculation.siblings", 0)  # a setting of 0.2 that changes nothing
 
 
@@ -118,6 +128,7 @@ class GroupWork:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    died: bool = False  # it was killed while texts were under way
 
     @property
     def hours(self) -> float:
@@ -337,22 +348,37 @@ class Journal:
                 elif name in done and (name not in last or entry["at"] >= last[name][0]):
                     last[name] = entry["at"], group, entry
         for _, group, entry in last.values():
+            for name, of_other in entry.pop("others", {}).items():  # 0.3 gave all to who ended the shard
+                other = groups.setdefault(name, GroupWork(group=name))
+                counts = {key: of_other[key] for key in COUNTS}
+                other.add(of_other["at"], **counts)
+                other.died = other.died or of_other["died"]
+                for key, count in counts.items():
+                    entry[key] -= count
             group.add(**entry)
         # What groups finished that were killed before they counted it.
         uncounted = groups.setdefault("", GroupWork(group=""))
         for name in done - last.keys():
             uncounted.add(0.0, **counted(self.answers(self.manifest.shards[int(name)]).values()))
         seen = set[int]()
-        for path in attempt_files(self.folder / PARTS):
-            shard, _, name = path.stem.split(".", 2)
-            if shard not in done:
-                past = read_part(path)
-                group = groups.setdefault(name, GroupWork(group=name))
-                group.add(past.last_at, **counted(past.finished[i] for i in past.finished.keys() - seen))
-                seen.update(past.finished)
+        for past, is_over in self._open_parts(done):
+            group = groups.setdefault(past.process, GroupWork(group=past.process))
+            group.add(past.last_at, **counted(past.finished[i] for i in past.finished.keys() - seen))
+            group.died = group.died or (is_over and bool(past.failed_at))
+            seen.update(past.finished)
         finished, failed = (sum(vars(one)[key] for one in groups.values()) for key in ("records", "failed"))
         standing = Standing(self.manifest.records, finished, failed, len(self.manifest.shards), len(done))
         return standing, [group for group in groups.values() if group.group or group.records]
+
+    def _open_parts(self, done: set[str]) -> Iterator[tuple[PastAttempt, bool]]:
+        """Yields each attempt at a shard that is not done, and whether its process works on it no more."""
+        now = time.time()
+        held = {path.name for path, _, _ in self._claims() if not attempts.is_abandoned(path, now)}
+        parts = [(path.name.partition(".")[0], path) for path in attempt_files(self.folder / PARTS)]
+        latest = dict(parts)  # of each shard, by their order
+        for shard, path in parts:
+            if shard not in done:
+                yield read_part(path), shard not in held or path != latest[shard]
 
     def merge(self, output: Path) -> None:
         """Writes all answers in the order of the input. Raises DataError while any is missing."""
@@ -441,7 +467,7 @@ class Journal:
             if taken:
                 lines = [files.sealed({"finished": i, "record": answers[i]}) for i in answers.keys() - taken]
                 replaced = {*self._parts(shard), self._done(shard)}
-                path = self.folder / PARTS / f"{shard.name}.000.reopened-{files.unique_name()}.jsonl"
+                path = self.folder / PARTS / f"{shard.name}.000.{REOPENED}{files.unique_name()}.jsonl"
                 files.replace_whole(path, b"".join([*lines, files.sealed({"left": True})]))
                 with files.storing(path):
                     for old in replaced - {path}:

@@ -43,14 +43,21 @@ def execute(run: RunConf) -> int:
     summary["gpu_hours"] = sum(group.hours * group.gpus for group in groups)
     summary["groups"] = [{**asdict(group), "hours": group.hours} for group in groups]
     failed = [end for end in ends(work) if end.failed]  # their logs say why
-    summary |= {"failures": len(failed), "jobs": jobs, "queue": queued}
+    # Of what Slurm runs the supervisor notes the ends; of other processes a group that died shows them.
+    noted = tuple(f"{end.job}-{end.restart}-" for end in failed)
+    died = [group for group in groups if group.died and not group.group.startswith(noted)]
+    summary |= {"failures": len(failed) + len(died), "jobs": jobs, "queue": queued}
     summary |= {"output": str(output), "work": str(work)}
     lines = list[str]()
     if summary["eta_s"] is not None:
         lines.append(f"at this pace it ends in {timedelta(seconds=round(summary['eta_s']))}")
     if groups:  # the last of them
-        rows = [[g.group, g.node, figure(g.hours, 2), str(g.records), str(g.failed)] for g in groups[-20:]]
-        lines += ["", *aligned([["group", "node", "hours", "records", "errors"], *rows], words=2)]
+        rows = [
+            [g.group, g.node, figure(g.hours, 2), str(g.records), str(g.failed), "yes" if g.died else "-"]
+            for g in groups[-20:]
+        ]
+        head = ["group", "node", "hours", "records", "errors", "died"]
+        lines += ["", *aligned([head, *rows], words=2)]
     if queued:
         rows = [[one["job"], one["state"], one["spent"], one["nodes"] or one["reason"]] for one in queued]
         lines += ["", *aligned([["job", "state", "time", "nodes or reason"], *rows], words=4)]

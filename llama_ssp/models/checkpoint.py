@@ -27,6 +27,7 @@ from llama_ssp.models.folder import (
 )
 from llama_ssp.models.formats.quantised_config import (
     MODELOPT,
+    QuantisedConfig,
     left_out,
     modelopt_claim,
     quantised_config,
@@ -43,6 +44,13 @@ log = logging.getLogger(__name__)
 # Models in this package.
 SHIPPED = "shipped:"
 SHIPPED_FOLDER = Path(__file__).parents[1] / "shipped"
+# What config.json calls the types of weights; others have no name here.
+DTYPES_ON_DISK = {
+    "float64": Dtype.fp64,
+    "float32": Dtype.fp32,
+    "float16": Dtype.fp16,
+    "bfloat16": Dtype.bf16,
+}
 
 
 def complete(model: ModelConf, role: str, download: bool = False) -> tuple[ModelConf, Path | None]:
@@ -95,7 +103,7 @@ def outlined(model: ModelConf, role: str, download: bool = False) -> ModelConf:
     tied = config.get("tie_word_embeddings", family_of(config["model_type"]).tied)
     shaped = replace(with_shape(model, checkpoint, role), tied=bool(tied))
     require_fitting(shaped, role, checkpoint)
-    return _possible(shaped, role)
+    return _possible(shaped, role, quantised_config(config, path))
 
 
 def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
@@ -135,17 +143,20 @@ def _whole(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:
         raise coded(checkpoint.path)
     shaped = with_shape(model, checkpoint, role)
     require_fitting(shaped, role, checkpoint)
-    return _possible(shaped, role)
+    return _possible(shaped, role, quantised_config(checkpoint.config, checkpoint.path))
 
 
-def _possible(model: ModelConf, role: str) -> ModelConf:
-    """Returns the model; raises ModelError if it is to keep codes, or has experts, that cannot be."""
+def _possible(model: ModelConf, role: str, claimed: QuantisedConfig | None = None) -> ModelConf:
+    """Returns the model; raises ModelError if it is to keep codes, or has experts, that cannot be.
+
+    `claimed` is the format of its files as config.json says it; None of plain weights.
+    """
     if model.dtype is Dtype.packed and (not model.code_bits or model.weights is Weights.synthetic):
         raise ModelError(
             "dtype=packed keeps the codes of a quantised checkpoint, and there are none to keep",
             where=f"{role} {model.name}",
-            found="plain weights",
-            fix=f"write {role}.dtype=bf16; int8 and nf4 quantise plain weights",
+            found=f"{claimed.name}, which is decoded while it is read" if claimed else "plain weights",
+            fix=f"write {role}.dtype=bf16" + ("" if claimed else "; int8 and nf4 quantise plain weights"),
         )
     if bool(family_of(model.family).names.router) != bool(model.experts):
         raise ModelError(
@@ -299,10 +310,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return part
 
 
-def is_fp16(path: Path) -> bool:
-    """Returns whether config.json says that the weights are fp16."""
+def dtype_on_disk(path: Path) -> Dtype | None:
+    """Returns the type that config.json gives the weights; None where it gives none, and of a GGUF file."""
     config = {} if is_gguf(path) else text_part(read_json(path / "config.json"))
-    return config.get("dtype", config.get("torch_dtype")) == "float16"
+    name = config.get("dtype", config.get("torch_dtype"))
+    return DTYPES_ON_DISK.get(str(name))
 
 
 def with_shape(model: ModelConf, checkpoint: Checkpoint, role: str) -> ModelConf:

@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import index
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -266,6 +267,51 @@ class Pair:
                 require_numbers(*zip((prompt.id for prompt in batch), lengths, reasons, strict=True))
                 for number, scores in enumerate(scored, start=first):
                     result.append(ScoredText(self._text(texts[number]), self._spelled(scores)))
+                self._ranks.broadcast_ints([0])  # a rank without a part in the target waits here
+        return result if self._ranks.is_leader else []
+
+    def score_continuations(
+        self,
+        contexts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[Sequence[int]]],
+        *,
+        top: int = 0,
+    ) -> list[list[ScoredText]]:
+        """Returns the log-probability of every token of several continuations of each context.
+
+        All are token ids, and none is empty. A context is read once for all its continuations. `top` and what
+        is raised are those of `score`; the log-probabilities are the target's, unfiltered at temperature 1.
+        """
+        pair = self._session
+        result = list[list[ScoredText]]()
+        with self._call():
+            contexts = listed("contexts", contexts)
+            continuations = listed("continuations", continuations)
+            wanted = [*contexts, *continuations, *chain(*continuations)]
+            if len(contexts) != len(continuations) or not all(map(len, wanted)):
+                raise UsageError(
+                    "contexts and continuations do not match",
+                    found=f"{len(contexts)} contexts, {len(continuations)} lists of continuations",
+                    allowed="a list of continuations for each context, and nothing empty",
+                    fix="correct them",
+                )
+            least = max(1, pair.run.sampling.controls.min_new_tokens)  # nothing is generated
+            run = self._run({"logprobs": top, "max_new_tokens": least})
+            reader = LogprobReader(top)
+            engine = pair.engine(0, run)
+            for first in range(0, len(contexts), pair.rows):
+                batch = slice(first, first + pair.rows)
+                groups = [list(map(tuple, of_context)) for of_context in continuations[batch]]
+                read = [Prompt(str(n), tuple(ids)) for n, ids in enumerate(contexts[batch], start=first)]
+                for context, group in zip(read, groups, strict=True):
+                    self._read([[*context.token_ids, *ids] for ids in group], run, shorter=False)
+                scored = engine.score_continuations(read, groups, reader)
+                for context, group, by_ids in zip(read, groups, scored, strict=True):
+                    length = len(context.token_ids)
+                    reasons = ["error" if are_damaged(by_ids.get(ids, ())) else None for ids in group]
+                    require_numbers(*((context.id, length, reason) for reason in reasons))
+                    texts = [ScoredText(self._text(ids), self._spelled(by_ids.get(ids, ()))) for ids in group]
+                    result.append(texts)
                 self._ranks.broadcast_ints([0])  # a rank without a part in the target waits here
         return result if self._ranks.is_leader else []
 

@@ -13,7 +13,7 @@ from llama_ssp.config import Bridging, Drafting, Dtype, ModelConf, RunConf, Spli
 from llama_ssp.config.environment import MAX_WORLD, number_of
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import UsageError
-from llama_ssp.models.checkpoint import is_fp16
+from llama_ssp.models.checkpoint import dtype_on_disk
 from llama_ssp.models.device_map import Room
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
 from llama_ssp.models.host_memory import memory_here
@@ -113,13 +113,16 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
     key = "draft_device" if role == DRAFT else "target_device"
     device = device_of(getattr(conf, key), f"placement.{key}")
     files = spec.target_path if model.is_head else path  # a head is lent the target's tables
-    in_fp16 = files is not None and is_fp16(files)
-    dtype = dtype_of(model.dtype, device, f"{role}.dtype", in_fp16)
+    on_disk = None if files is None else dtype_on_disk(files)
+    dtype = dtype_of(model.dtype, device, f"{role}.dtype", on_disk is Dtype.fp16)
     if dtype is Dtype.packed and model.package and device.type == "cpu" and compiler() is None:
         log.info("%s %s: fp32, as there is no C++ compiler for its codes", role, model.name)
         dtype = Dtype.fp32
-    if in_fp16 and model.dtype is Dtype.auto and dtype is not Dtype.fp16:
+    if on_disk is Dtype.fp16 and model.dtype is Dtype.auto and dtype is not Dtype.fp16:
         log.info("%s %s: fp16 on disk, %s here: a CPU is faster in it", role, model.name, dtype.value)
+    is_rounded = on_disk is Dtype.fp32 and dtype in (Dtype.bf16, Dtype.fp16) and not model.code_bits
+    if is_rounded and model.dtype is Dtype.auto and role != DRAFT:  # a draft decides no distribution
+        log.info("%s %s: fp32 on disk, %s here; model.dtype=fp32 keeps it", role, model.name, dtype.value)
     if role == DRAFT:  # accelerate and DeepSpeed split the target alone
         splitting = Splitting.tensor
         degree = placement.draft_degree

@@ -16,14 +16,17 @@ from llama_ssp.config.yaml_files import MAX_VALUES, values_in
 from llama_ssp.errors import OK, DataError, UsageError, first_line, shortened, writing
 from llama_ssp.report.console import Console
 from llama_ssp.report.plots import svg
+from llama_ssp.report.run_folder import GIVEN
 from llama_ssp.report.tables import Column, Row, Table
-from llama_ssp.report.task_tables import items_of, plan_against_actual
+from llama_ssp.report.task_tables import CHECK_MEANINGS, items_of, plan_against_actual
 
 USAGE = "llama-ssp report RUN"
 MEANING = "RUN: the folder of a run, outputs/DATE/TIME-TASK; the page is its report.html"
 CONFIG = "config.yaml"  # of a run's folder, written when the run begins
 WHERE_IT_RAN = "out", "output"  # settings that decide nothing
-CHANGED = "Settings that differ from the defaults"
+CHANGED = "Settings that differ from the defaults"  # of a run by 0.3, which did not keep what was given
+ASKED = "Settings that were given"
+MEANINGS = "What each check shows"
 FIX = "give the folder of a run: outputs/DATE/TIME-TASK"
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>$title</title>
@@ -69,8 +72,10 @@ def execute(words: Sequence[str], console: Console) -> int:
     if (folder / CONFIG).exists():
         settings = _read(folder / CONFIG, _settings)
 
+    given = _read(folder / GIVEN, _settings) if (folder / GIVEN).exists() else None
+
     try:
-        text = page(folder, summary, settings)
+        text = page(folder, summary, settings, given)
     except (LookupError, TypeError, AttributeError) as error:  # another program's summary, or version's
         raise DataError(
             "the summary lacks figures of its task",
@@ -107,8 +112,11 @@ def _read(file: Path, parse: Callable[[str], Any]) -> Any:
         ) from None
 
 
-def page(folder: Path, summary: Row, settings: Row) -> str:
-    """Returns the page: settings that are not the defaults, where it ran, picture, tables, all settings."""
+def page(folder: Path, summary: Row, settings: Row, words: list[str] | None) -> str:
+    """Returns the page: settings that were given, where it ran, picture, tables, all other settings.
+
+    `words` are what was given; None where the folder does not say it: then what is not the default is shown.
+    """
     title = f"llama-ssp: {summary['task']}"
     pair = [str(summary[key]) for key in ("target", "drafter") if summary.get(key)]
     if pair:
@@ -116,15 +124,12 @@ def page(folder: Path, summary: Row, settings: Row) -> str:
 
     defaults = dict(flat(resolved(composed([f"task={summary['task']}"]))))
     deciding = {name: value for name, value in flat(settings) if name not in WHERE_IT_RAN}
-    changed: list[Row] = []
-    unchanged: list[Row] = []
-    for name, value in deciding.items():
-        default = defaults.get(name)
-        row = {"key": name, "value": value, "default": default}
-        if value != default:
-            changed.append(row)
-        else:
-            unchanged.append(row)
+    rows = [{"key": name, "value": value, "default": defaults.get(name)} for name, value in deciding.items()]
+    first = [row for row in rows if row["value"] != row["default"]]
+    if words is not None:
+        first = list(_given(words, deciding, defaults))
+    shown = {row["key"] for row in first}
+    others = [row for row in rows if row["key"] not in shown]
     facts = [{"key": name, "value": fact} for name, fact in _facts(folder, summary) if fact]
 
     keys = Column(key="key", is_text=True)
@@ -133,16 +138,35 @@ def page(folder: Path, summary: Row, settings: Row) -> str:
     picture = svg(summary)
     compared = plan_against_actual(summary)
     sections = [
-        _html(Table("changed", [keys, values, usual], changed, CHANGED, "(none)")),
+        _html(Table("first", [keys, values, usual], first, CHANGED if words is None else ASKED, "(none)")),
         _html(Table("run", [keys, values], facts, "Run")),
         f"<h2>{escape(folder.name)}</h2>",
         f"<figure>{picture}</figure>" if picture else "",
         *map(_html, items_of(summary)),
+        _html(_meanings(summary)),
         _html(compared) if compared else "",
         "<h2>Other settings</h2>",
-        _html(Table("settings", [keys, values], unchanged)),
+        _html(Table("settings", [keys, values], others)),
     ]
     return PAGE.substitute(title=escape(title), body="\n".join(filter(None, sections)))
+
+
+def _given(words: list[str], settings: Row, defaults: Row) -> Iterator[Row]:
+    """Yields a row for each setting that was given; of a group, such as a preset, its name is the value."""
+    for word in words:
+        key, _, text = word.lstrip("+~").partition("=")
+        if key in ("task", *WHERE_IT_RAN) or key.startswith("hydra"):
+            continue
+        default = defaults.get(key, defaults.get(f"{key}.name"))
+        yield {"key": key, "value": settings.get(key, text), "default": default}
+
+
+def _meanings(summary: Row) -> Table | str:
+    """Returns a row for each check of task=certify with what it shows; nothing for another task."""
+    names = [check["name"] for check in summary.get("checks", ())] if summary["task"] == "certify" else []
+    rows = [{"check": name, "shows": CHECK_MEANINGS.get(name, "")} for name in names]
+    columns = [Column(key="check", is_text=True), Column(key="shows", is_text=True)]
+    return Table("meanings", columns, rows, MEANINGS) if rows else ""
 
 
 def _html(item: Table | str) -> str:

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_NAME = 120  # characters of a folder of a sweep
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "hydra-core")
+GIVEN = "overrides.yaml"  # what the user gave, a word an entry
 FIX = "choose another place with out=FOLDER, or out=null for none"
 
 
@@ -52,11 +53,13 @@ def versions() -> dict[str, str]:
 class RunFolder:
     """Writes config, summary, tables, and rounds if traced, to `<out>/<date>/<time>-<task>/`.
 
-    A sweep gives another path as `place`. Writes nothing if `out` is null. Raises StorageError if it cannot
-    write the folder.
+    A sweep gives another path as `place`. `words` are the overrides that the user gave, with their keys in
+    full. Writes nothing if `out` is null. Raises StorageError if it cannot write the folder.
     """
 
-    def __init__(self, run: RunConf, seed: int | None, place: Path | None = None) -> None:
+    def __init__(
+        self, run: RunConf, seed: int | None, place: Path | None = None, words: Sequence[str] = ()
+    ) -> None:
         self._run = run
         self._seed = seed
         self.path: Path | None = None
@@ -72,6 +75,8 @@ class RunFolder:
             self.path = _new_folder(place.parent, place.name)
             config = yaml.safe_dump({**resolved(run), "seed": seed}, sort_keys=False, allow_unicode=True)
             (self.path / "config.yaml").write_text(config, encoding="utf-8")
+            given = yaml.safe_dump([*words], allow_unicode=True)
+            (self.path / GIVEN).write_text(given, encoding="utf-8")
 
     def keep_decisions(self, decisions: dict[str, Any]) -> None:
         """Writes how each pair runs, and who decided it, before anything is loaded."""

@@ -30,6 +30,18 @@ CHECKS = (
     Column(key="outcome", is_text=True),
     Column(key="says", is_text=True),
 )
+# What the checks of task=certify show, for a reader of the page; docs/certify.md has more.
+CHECK_MEANINGS = {
+    "law": "What verification commits has the target's distribution: the rule's own, summed exactly, is the "
+    "one that it was given, and the logits that it was given are those of regular passes, within rounding.",
+    "filters": "The probabilities that verification used are those that a second, simple implementation of "
+    "the sampling settings makes of the same logits.",
+    "decisions": "Each round, decided again with its random numbers made anew, is decided as it was.",
+    "two samples": "Speculative and regular texts differ no more than two samples of one distribution do.",
+    "negative control": "The same test finds a rule that is wrong on purpose. If not, nothing is proved.",
+    "greedy": "Greedy texts with drafts are those without them, except where two tokens are equally likely "
+    "within rounding.",
+}
 STYLES = {"passed": "green", "failed": "bold red", "blind": "yellow"}  # of an outcome
 OUTPUTS = (
     Column(key="id", is_text=True),

@@ -8,9 +8,10 @@ the same is never relied on, as their probabilities may differ in the last bit.
 import json
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from llama_ssp.distributed.roles import SOLE, Roles
 from llama_ssp.models.passes import sent
 from llama_ssp.speculative.decision import Decision, decide
 from llama_ssp.speculative.drafters.local import Drafter, Sampler
-from llama_ssp.speculative.logprobs import LogprobReader, scored
+from llama_ssp.speculative.logprobs import Continuation, LogprobReader, scored, scored_continuations
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Purpose
 from llama_ssp.speculative.round_protocol import LeaderProtocol, RoundProtocol
@@ -178,6 +179,35 @@ class RankEngine(ABC):
         self.target.observer = None  # a head drafts nothing here
         try:
             return scored(self.target, state, self.transform, reader, self._leads)
+        finally:
+            self.target.observer = observer
+
+    @torch.inference_mode()
+    def score_continuations(
+        self, contexts: list[Prompt], continuations: Sequence[Sequence[Continuation]], reader: LogprobReader
+    ) -> list[dict[Continuation, list[ScoredToken]]]:
+        """Returns log-probabilities of the tokens of continuations of each context; only the leader has any.
+
+        Each context is read once. They are the target's, unfiltered. Caches are used anew, as by `score`.
+        """
+        wholes = [
+            replace(context, token_ids=(*context.token_ids, *chain(*of_context)))
+            for context, of_context in zip(contexts, continuations, strict=True)
+        ]
+        self._begin_prefill(wholes)
+        if self.target is None:
+            return [{} for _ in contexts]
+
+        longest = [max(map(len, of_context)) for of_context in continuations]
+        lengths = [len(context.token_ids) for context in contexts]
+        room = max(length + new - 1 for length, new in zip(lengths, longest, strict=True))
+        state = State(contexts, room, self._device)
+        observer = self.target.observer
+        self.target.observer = None  # a head drafts nothing here
+        try:
+            return scored_continuations(
+                self.target, state, continuations, reader, self.transform.vocab, self._leads
+            )
         finally:
             self.target.observer = observer
 

@@ -4,6 +4,7 @@ Two distributions can be asked for: the target's own, unfiltered and at temperat
 are sampled from, after every control. The draft's distribution plays no part in either.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,8 @@ from llama_ssp.speculative.state import State
 from llama_ssp.text.logprobs import ScoredToken
 
 NUMBERS = 2**24  # logits at once: of a text that is scored whole there are many
+
+Continuation = tuple[int, ...]  # token ids after a context
 
 
 @dataclass
@@ -83,27 +86,103 @@ def scored(
     """
     target.start(state.rows, state.capacity)
     result = [[ScoredToken(text[0], None)] if leads else [] for text in state.texts]
+    last = [length - 1 for length in state.lengths]  # what follows the last token is not wanted
+    for starts, stops, logit_BWV in _fed(target, state, last):
+        if leads:
+            spans = zip(state.texts, starts, stops, strict=True)
+            blocks = [text[start + 1 : stop + 1] for text, start, stop in spans]
+            prefix = _prefix(state, starts, logit_BWV.shape[1])
+            probs_BWV = transform(logit_BWV, prefix) if reader.sampled else None
+            parts = reader.read(logit_BWV, probs_BWV, transform.vocab, blocks)
+            result = [before + part for before, part in zip(result, parts, strict=True)]
+    return result
 
+
+def scored_continuations(
+    target: ModelRunner,
+    state: State,
+    continuations: Sequence[Sequence[Continuation]],
+    reader: LogprobReader,
+    vocab: int,
+    leads: bool,
+) -> list[dict[Continuation, list[ScoredToken]]]:
+    """Returns the log-probabilities of the tokens of several continuations of each row's text, its context.
+
+    A context is read once: what was fed of a continuation is forgotten before the next one. Those that differ
+    in their last token alone are one pass: their stem, all but that token, is fed, and the last token of each
+    is looked up at the same place.
+
+        context       0 1 2 3        cached before each pass: 0 1 2
+        continuation          4 5 6  fed: 3, and the stem 4 5; their logits are those of 4, 5 and 6
+
+    They are the target's, unfiltered. Every rank of the target computes; only where `leads` is set there are
+    values. `target` begins anew.
+    """
+    target.start(state.rows, state.capacity)
+    lengths = state.lengths
+    target.prefill(state.token_BS, [length - 1 for length in lengths])
+
+    # Of each row the last tokens by stem; a pass takes one stem of each row that has one left.
+    stems: list[dict[Continuation, list[int]]] = [{} for _ in lengths]
+    for row, of_row in enumerate(continuations):
+        for continuation in dict.fromkeys(of_row):
+            stems[row].setdefault(continuation[:-1], []).append(continuation[-1])
+    passes = [list(of_row.items()) for of_row in stems]
+
+    result: list[dict[Continuation, list[ScoredToken]]] = [{} for _ in lengths]
+    for number in range(max(map(len, passes))):
+        fed = {row: of_row[number] for row, of_row in enumerate(passes) if number < len(of_row)}
+        blocks = [list(fed[row][0]) if row in fed else [] for row in range(state.rows)]
+        later = state.extended(blocks)
+        later.write_texts(dict(enumerate(lengths)))
+        ends = [later.lengths[row] if row in fed else cached for row, cached in enumerate(target.cached)]
+        for starts, stops, logit_BWV in _fed(target, later, ends):
+            if leads:
+                parts = _parts_of(fed, lengths, (starts, stops), logit_BWV, reader, vocab)
+                for row, continuation, tokens in parts:
+                    result[row].setdefault(continuation, []).extend(tokens)
+        target.roll_back(lengths)
+    return result
+
+
+def _parts_of(
+    fed: dict[int, tuple[Continuation, list[int]]],
+    lengths: list[int],
+    span: tuple[list[int], list[int]],
+    logit_BWV: Tensor,
+    reader: LogprobReader,
+    vocab: int,
+) -> Iterator[tuple[int, Continuation, list[ScoredToken]]]:
+    """Yields a row, a continuation and those of its tokens that these logits predict.
+
+    `fed` has the stem of each row and the last tokens after it; `span` says from which position of a row to
+    which one the logits are.
+    """
+    for number in range(max(len(last) for _, last in fed.values())):
+        whole = {row: (*stem, last[number]) for row, (stem, last) in fed.items() if number < len(last)}
+        blocks: list[list[int]] = []
+        for row, (start, stop) in enumerate(zip(*span, strict=True)):
+            before = lengths[row] - 1  # the position whose logits are those of a continuation's first token
+            blocks.append(list(whole[row][start - before : stop - before]) if row in whole else [])
+        parts = reader.read(logit_BWV, None, vocab, blocks)
+        for row, continuation in whole.items():
+            yield row, continuation, parts[row]
+
+
+def _fed(target: ModelRunner, state: State, ends: list[int]) -> Iterator[tuple[list[int], list[int], Tensor]]:
+    """Feeds each row up to its end, in chunks; yields logits, and from which position to which they are."""
     size = max(1, NUMBERS // (state.rows * target.model.vocab))
     width = target.prefill_chunk if target.model.cuts else min(target.prefill_chunk, size)
-    last = [length - 1 for length in state.lengths]  # what follows the last token is not wanted
-    while target.cached != last:
+    while target.cached != ends:
         starts = list(target.cached)
-        ends = [
+        chunk_ends = [
             min(start + width, end, start + 1 + target.room(start + 1))
-            for start, end in zip(starts, last, strict=True)
+            for start, end in zip(starts, ends, strict=True)
         ]
-        for logit_BWV in target.parts(state.token_BS, ends, size):
-            stops = [min(start + size, end) for start, end in zip(starts, ends, strict=True)]
-            if leads:
-                spans = zip(state.texts, starts, stops, strict=True)
-                blocks = [text[start + 1 : stop + 1] for text, start, stop in spans]
-                prefix = _prefix(state, starts, logit_BWV.shape[1])
-                probs_BWV = transform(logit_BWV, prefix) if reader.sampled else None
-                parts = reader.read(logit_BWV, probs_BWV, transform.vocab, blocks)
-                result = [before + part for before, part in zip(result, parts, strict=True)]
+        for logit_BWV in target.parts(state.token_BS, chunk_ends, size):
+            stops = [min(start + size, end) for start, end in zip(starts, chunk_ends, strict=True)]
+            yield starts, stops, logit_BWV
             starts = stops
-    return result
 
 
 def _prefix(state: State, starts: list[int], width: int) -> Prefix:

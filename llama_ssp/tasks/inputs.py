@@ -13,6 +13,8 @@ from llama_ssp.text.prompts import Reading
 class RunInputs:
     """The config, its pairs, and the prompts as text; `place` is a sweep's folder for the run.
 
+    `words` are the overrides that the user gave, with their keys in full.
+
     `machine` is what was found on this machine, where the task is to check it.
     """
 
@@ -21,4 +23,5 @@ class RunInputs:
     pairs: tuple[PairSpec, ...]
     reading: Reading
     place: Path | None = None
+    words: tuple[str, ...] = ()
     machine: MachineCheck | None = None

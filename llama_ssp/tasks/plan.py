@@ -166,16 +166,23 @@ def _show(plan: Plan | OneProcess, console: Console) -> None:
 
 
 def execute(
-    run: RunConf, ranks: int, is_leader: bool, words: Sequence[str], place: Path | None = None
+    run: RunConf,
+    ranks: int,
+    is_leader: bool,
+    words: Sequence[str],
+    place: Path | None = None,
+    given: Sequence[str] = (),
 ) -> int:
     """Prints the plan and keeps it in a run folder, which a sweep names (`place`).
+
+    `given` are the overrides that the user gave, with their keys in full.
 
     Returns exit code 1 if task.require_fit is set and the pair does not fit.
     """
     task = run.task_as(PlanConf)
     run, plan = planned(run, ranks)
     vocabulary, matching = vocabularies(run)
-    folder = _run_folder(run if is_leader else replace(run, out=None), place)
+    folder = _run_folder(run if is_leader else replace(run, out=None), place, given)
     world = 1 if isinstance(plan, OneProcess) else plan.chosen.placement.world
     command = command_line(words, world, plan.request.machine.gpus)
     figures = {
@@ -212,13 +219,13 @@ def folder_lines(run: RunConf) -> Iterator[str]:
         yield support_line(role, model.name, model.family, whole)
 
 
-def _run_folder(run: RunConf, place: Path | None) -> RunFolder:
+def _run_folder(run: RunConf, place: Path | None, given: Sequence[str]) -> RunFolder:
     """Returns the folder that keeps the plan; none, with a warning, where the usual place cannot be written.
 
     Raises StorageError where the user has named the place.
     """
     try:
-        return RunFolder(run, run.seed, place)
+        return RunFolder(run, run.seed, place, given)
     except StorageError as error:
         if run.out != RunConf.out:
             raise

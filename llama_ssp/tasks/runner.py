@@ -140,7 +140,8 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     """Runs the task; only the leader prints and writes. What was done is reported whatever stops it."""
     run = inputs.run
     console = Console(silent=not ranks.is_leader)
-    folder = RunFolder(run if ranks.is_leader else replace(run, out=None), inputs.seed, inputs.place)
+    kept = run if ranks.is_leader else replace(run, out=None)
+    folder = RunFolder(kept, inputs.seed, inputs.place, inputs.words)
     folder.keep_decisions({pair.name: pair.decision.document() for pair in inputs.pairs})
     ranks.keep_errors_in(folder.path)
     began = time.perf_counter()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.batch.slurm import submit
+from llama_ssp.batch.slurm.submit import ADDED
 from llama_ssp.pair.run import Run
 from tests.conftest import Command
 from tests.slurm.jobs import COMMAND, ON_SLURM, Batches, executable
@@ -74,6 +75,8 @@ def test_the_script_is_printed(command: Command, here: Path):
     assert answer.code == 0 and answer.out.startswith("#!/bin/bash\n")
     listed = answer.out.partition("words=(\n")[2].partition("\n)")[0].splitlines()
     keys = [line.strip().partition("=")[0] for line in listed]
+    comment = keys.index(f"# {ADDED}")
+    assert "speculation.k" in keys[:comment] and "cluster.groups" in keys[comment:], "what is whose"
     assert len(keys) == len(set(keys)) and not any(key.startswith("cluster.slurm") for key in keys)
     assert not (here / "answers.jsonl.work").exists()
 

@@ -14,6 +14,7 @@ from llama_ssp.batch.atomic_files import replace_whole
 from llama_ssp.batch.job import Job
 from llama_ssp.batch.workers import LOGS, share, words_of_one
 from llama_ssp.config import BatchConf, ClusterConf, Output, RunConf
+from llama_ssp.config.arguments import divided
 from llama_ssp.distributed.launcher import SOURCES
 from llama_ssp.errors import OK, DistributedError, UsageError, one_line
 from llama_ssp.planner.storage import CPU
@@ -30,6 +31,7 @@ CORES = 8  # of a rank with a GPU: for Python, NCCL's threads and what compiles
 QUEUED = {"job": "%i", "number": "%A", "state": "%T", "reason": "%r", "spent": "%M", "nodes": "%N"}
 NO_TIME = "# No --time: the partition's own limit. cluster.slurm.time=4:00:00 sets another."
 NO_CORES = "# No --cpus-per-task: the cluster's own default. cluster.slurm.cpus_per_rank=8 sets another."
+ADDED = "not of the command: one group of this job, with the seed and the drafts that all have"
 TEMPLATE = Path(__file__).with_name("element.sh")  # @name@ stands for a value of `sbatch_script`
 # The nodes of a group meet at the first one, at a port from 20000 to 29999. Linux gives out ports from 32768
 # on by itself, so it is free.
@@ -64,7 +66,9 @@ def execute(run: RunConf, folders: list[Path], words: list[str]) -> int:
         if elements < cluster.groups:
             said = "an array of %d, not of cluster.groups=%d: so many shards are missing"
             log.info(said, elements, cluster.groups)
-        script = sbatch_script(job, elements, words_of_one(words, *job.words))
+        one = words_of_one(words, *job.words)
+        given, flags = divided(words)
+        script = sbatch_script(job, elements, one, frozenset(one) - {*given, *flags})
         if task.submit:
             number = _submit(job, script)
             log.info("submitted: job %s, array of %d, logs in %s/%s", number, elements, summary["work"], LOGS)
@@ -114,8 +118,13 @@ def _told_by_slurm(partition: str | None) -> tuple[bool, list[int]]:
     return "DefCpuPerGPU=" in defaults, [int(size) for size in re.findall(r"\d+", sizes)]
 
 
-def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
-    """Returns the script of an array; `words` are the command of one process of a group."""
+def sbatch_script(
+    job: Job, elements: int, words: tuple[str, ...], added: frozenset[str] = frozenset()
+) -> str:
+    """Returns the script of an array; `words` are the command of one process of a group.
+
+    Those `added` by this program are the last ones, under a line that says why they are there.
+    """
     cluster = job.run.cluster
     slurm = cluster.slurm
     ranks = cluster.gpus or 1  # on each node
@@ -168,6 +177,8 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
     if several_nodes:
         more.append(NODES)
 
+    given_words = [f"    {quote(word)}" for word in words if word not in added]
+    added_words = [f"    {quote(word)}" for word in words if word in added]
     values = {
         "version": __version__,
         "options": "\n".join(lines),
@@ -177,7 +188,7 @@ def sbatch_script(job: Job, elements: int, words: tuple[str, ...]) -> str:
         "python": quote(str(slurm.python or sys.executable)),
         "sources": quote(str(SOURCES)),
         "more": "\n".join(more),
-        "words": "\n".join(f"    {quote(word)}" for word in words),
+        "words": "\n".join([*given_words, *([f"    # {ADDED}", *added_words] if added_words else [])]),
         "work": quote(str(work)),
         "signal_s": str(slurm.signal_s),
         "cpus": f" --cpus-per-task={quote(cores_of_node)}" if cores_of_node else "",

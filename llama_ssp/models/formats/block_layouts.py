@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.formats.coded import Coded, Codes, joined, values
+from llama_ssp.models.formats.kept import STORAGE_BYTES
 from llama_ssp.models.formats.layouts import Matrix, Stored
 from llama_ssp.models.formats.quantised_config import NVFP4_GROUP
 from llama_ssp.models.sharding import COLUMNS, Cut, Span
@@ -34,7 +35,12 @@ class FourBit(Matrix):
         if block < 2 or inputs % block or self.state.get("quant_type", table) != table:
             raise state.wrong("the state", self.state, f"{table} in blocks that divide the inputs")
         scales = outputs * inputs // block
-        codes.require("the shape", (codes.dtype, math.prod(codes.shape)), ("U8", outputs * inputs // 2))
+        # Codes may stand in the place of wider numbers, so that FSDP can shard them with the others.
+        self.storage = STORAGE_BYTES.get(codes.dtype, 0)
+        stored_bytes = math.prod(codes.shape) * self.storage
+        if not stored_bytes or inputs % (2 * self.storage):
+            raise codes.wrong("the type", codes.dtype, ", ".join(STORAGE_BYTES))
+        codes.require("the number of bytes", stored_bytes, outputs * inputs // 2)
         self.scale.require("the shape", math.prod(self.scale.shape), scales)
         self.scale.require("the type", self.scale.dtype, "U8" if self.nested else "F32")
         map_ = stored[".weight.quant_map"].read()
@@ -55,7 +61,8 @@ class FourBit(Matrix):
         inputs = self.shape[1]
         group = self.kind.group
         first, last = (row * inputs for row in rows)
-        bytes_ = self.stored[".weight"].read((first // 2, -(-last // 2))).flatten()
+        per = 2 * self.storage  # codes of a number in the file
+        bytes_ = self.stored[".weight"].read((first // per, last // per)).flatten().view(torch.uint8)
         own = slice(columns[0] // 2, -(-columns[1] // 2))
         codes_NC = bytes_.view(-1, inputs // 2)[:, own]
         scale_NG = self._scales((first // group, last // group)).view(-1, inputs // group)

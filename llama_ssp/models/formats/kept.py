@@ -61,6 +61,8 @@ EXPERT = ("expert_gate", "expert_up", "expert_down")  # of the first expert of a
 MATRICES = [name for group in FUSED for name in group]
 SCALE_BYTES = {"F16": 2, "BF16": 2}  # others are kept in fp32
 BYTE_TABLES = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8"}
+# Bytes of the numbers in whose place bitsandbytes stores its 4-bit codes (bnb_4bit_quant_storage).
+STORAGE_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}
 
 
 def names_of(names: Names) -> dict[str, str]:
@@ -196,7 +198,8 @@ def _kept(stored: Headers, config: QuantisedConfig, inputs: int) -> Kept:
         return _packed(stored, inputs)
     if ".weight.absmax" in stored:
         table = next(table for table in ("nf4", "fp4") if any(end.endswith(table) for end in stored))
-        codes = 2 * math.prod(stored[".weight"][1])
+        storage, shape = stored[".weight"]
+        codes = 2 * math.prod(shape) * STORAGE_BYTES[storage]
         scales = math.prod(stored[".weight.absmax"][1])
         return Kept(4, codes // max(scales, 1), 4, table)
     if ".SCB" in stored:

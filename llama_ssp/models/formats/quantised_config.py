@@ -134,9 +134,21 @@ def require_readable(path: Path, config: Mapping[str, Any], formats: Mapping[str
             found="no scales among the tensors",
             fix="remove quantization_config from config.json; dtype=int8 or nf4 quantises plain weights",
         )
+    if method == "compressed-tensors" and (plain := _uncompressed(formats)):
+        raise unreadable(f"compressed-tensors that were saved uncompressed ({plain} is plain)", _place(path))
     if any(name.endswith(".weight_g_idx") for name in formats):
         raise unreadable("compressed-tensors with act-order (weight_g_idx)", _place(path))
     quantised_config(config, path)
+
+
+def _uncompressed(formats: Mapping[str, str]) -> str:
+    """Returns the name of a matrix that has scales, and is stored in plain numbers; empty without one.
+
+    With save_compressed=False the library keeps the weights as they were, and rounds them in each forward.
+    """
+    scales = (name for name in formats if name.endswith(".weight_scale"))
+    weights = (name.removesuffix("_scale") for name in scales)
+    return next((name for name in weights if formats.get(name) in PLAIN), "")
 
 
 def left_out(config: Mapping[str, Any]) -> str:
