@@ -73,9 +73,9 @@ class Prediction:
         """Returns K and milliseconds a token. None: the best K, the request's acceptance."""
         request = replace(self.request, work=replace(self.request.work, rows=rows))
         times = round_times(request, self.option.placement)
-        acceptance = request.acceptance if acceptance is None else acceptance
-        k = times.best_k(acceptance) if k is None else min(k, len(times.verify) - 1)
-        return k, times.ms_per_token(acceptance, k)
+        known = request.acceptance if acceptance is None else acceptance
+        k = times.best_k(known) if k is None else min(k, len(times.verify) - 1)
+        return k, times.ms_per_token(known, k)
 
 
 def predict(run: RunConf, placement: Placement, known: Known = USUAL) -> Prediction | None:

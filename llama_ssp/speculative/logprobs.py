@@ -4,6 +4,7 @@ Two distributions can be asked for: the target's own, unfiltered and at temperat
 are sampled from, after every control. The draft's distribution plays no part in either.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -74,6 +75,27 @@ class LogprobReader:
         return texts
 
 
+def text_parts(runner: ModelRunner, state: State) -> Iterator[tuple[list[int], list[int], Tensor]]:
+    """Feeds whole texts; yields the logits part by part, as (starts, stops, logits).
+
+    Column i of row b is of the token at `starts[b] + 1 + i`, up to `stops[b]`. The runner begins anew.
+    """
+    runner.start(state.rows, state.capacity)
+    size = max(1, NUMBERS // (state.rows * runner.model.vocab))
+    width = runner.prefill_chunk if runner.model.cuts else min(runner.prefill_chunk, size)
+    last = [length - 1 for length in state.lengths]  # what follows the last token is not wanted
+    while runner.cached != last:
+        starts = list(runner.cached)
+        ends = [
+            min(start + width, end, start + 1 + runner.room(start + 1))
+            for start, end in zip(starts, last, strict=True)
+        ]
+        for logit_BWV in runner.parts(state.token_BS, ends, size):
+            stops = [min(start + size, end) for start, end in zip(starts, ends, strict=True)]
+            yield starts, stops, logit_BWV
+            starts = stops
+
+
 def scored(
     target: ModelRunner, state: State, transform: SamplingTransform, reader: LogprobReader, leads: bool
 ) -> list[list[ScoredToken]]:
@@ -81,28 +103,17 @@ def scored(
 
     Every rank of the target computes; only where `leads` is set there are values. `target` begins anew.
     """
-    target.start(state.rows, state.capacity)
     result = [[ScoredToken(text[0], None)] if leads else [] for text in state.texts]
-
-    size = max(1, NUMBERS // (state.rows * target.model.vocab))
-    width = target.prefill_chunk if target.model.cuts else min(target.prefill_chunk, size)
-    last = [length - 1 for length in state.lengths]  # what follows the last token is not wanted
-    while target.cached != last:
-        starts = list(target.cached)
-        ends = [
-            min(start + width, end, start + 1 + target.room(start + 1))
-            for start, end in zip(starts, last, strict=True)
-        ]
-        for logit_BWV in target.parts(state.token_BS, ends, size):
-            stops = [min(start + size, end) for start, end in zip(starts, ends, strict=True)]
-            if leads:
-                spans = zip(state.texts, starts, stops, strict=True)
-                blocks = [text[start + 1 : stop + 1] for text, start, stop in spans]
-                prefix = _prefix(state, starts, logit_BWV.shape[1])
-                probs_BWV = transform(logit_BWV, prefix) if reader.sampled else None
-                parts = reader.read(logit_BWV, probs_BWV, transform.vocab, blocks)
-                result = [before + part for before, part in zip(result, parts, strict=True)]
-            starts = stops
+    for starts, stops, logit_BWV in text_parts(target, state):
+        if not leads:
+            continue
+        spans = zip(state.texts, starts, stops, strict=True)
+        blocks = [text[start + 1 : stop + 1] for text, start, stop in spans]
+        probs_BWV = None
+        if reader.sampled:
+            probs_BWV = transform(logit_BWV, _prefix(state, starts, logit_BWV.shape[1]))
+        parts = reader.read(logit_BWV, probs_BWV, transform.vocab, blocks)
+        result = [before + part for before, part in zip(result, parts, strict=True)]
     return result
 
 
