@@ -275,6 +275,12 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
             return code
     elif not dry:
         refuse_copies()
+    texts = None
+    if task.replay is not None:
+        from llama_ssp.text.written_texts import taken_up
+
+        texts, checked = taken_up(checked, world)
+        task = checked.task
     check_plot(task.plot)
     pairs, start = prepared(checked, job.folders, world, dry)
     for note in start.notes if leads else ():
@@ -288,10 +294,19 @@ def run(job: ComposedJob, place: Path | None = None, times: CoreTimes | None = N
     os.environ.update(start.environment)
     recorded = checked if task.pairs else pairs[0].run
     # The leader reads prompts and draws the seed, and broadcasts both.
-    reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
+    if texts is not None:
+        reading = Reading([], texts.skipped)
+    else:
+        reading = read_prompts(task) if isinstance(task, PromptedConf) and leads else Reading([], [])
     seed = chosen_seed(checked, task.name == "batch" and leads)
     inputs = RunInputs(
-        run=recorded, seed=seed, pairs=pairs, reading=reading, place=place, words=tuple(job.words)
+        run=recorded,
+        seed=seed,
+        pairs=pairs,
+        reading=reading,
+        texts=texts,
+        place=place,
+        words=tuple(job.words),
     )
     keep_threads_to_share()
     on_gpus = _computes_on_gpus(recorded)  # on every rank: it sets how CUDA numbers GPUs, before CUDA starts

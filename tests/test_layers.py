@@ -26,7 +26,7 @@ WITHOUT_TORCH = {
     "models.host_cores",
     "models.host_memory", "models.hub", "models.library_log", "models.formats.quantised_config",
     "models.kept_files", "models.kernels.kernel_sizes", "models.ownership", "models.sharding",
-    "speculative.draft_length", "speculative.stats",
+    "speculative.draft_length", "speculative.replay", "speculative.stats",
     "tasks.arithmetic", "tasks.inputs", "tasks.machine.driver",
     "tasks.machine.facts", "tasks.machine.finding", "tasks.machine.gpu_checks", "tasks.machine.host",
     "tasks.machine.host_checks",

@@ -218,6 +218,7 @@ def test_it_is_kept(command: Command) -> None:
     k = plan["best"]["k"]
     assert plan["workload"] == {
         "rows": 8, "prompt_tokens": 1000, "new_tokens": 128, "k": k, "prefill_chunk": 2048, "acceptance": 0.8,
+        "acceptance_from": None,
     }  # fmt: skip
 
 

@@ -400,8 +400,8 @@ def _is_null(key: str, value: str) -> bool:
 
 
 def _holds_texts(key: str) -> bool:
-    # task.pairs holds names of models (13B/7B), which need no quotes.
-    return list[str] in _kinds(key) and key != "task.pairs"
+    # These two hold names of models (13B/7B), which need no quotes.
+    return list[str] in _kinds(key) and key not in ("task.pairs", "task.drafts")
 
 
 def _no_draft(given: Sequence[Override]) -> list[str]:

@@ -95,10 +95,12 @@ class TaskConf:
     template = cast("dict[str, Any]", MappingProxyType({}))
     system = plot = suite = cast("str | None", None)
     acceptance = cast("float | None", None)
+    acceptance_from = replay = cast("str | None", None)
     logprobs = cast("int | None", None)
     logprobs_of = LogprobsOf.target
     on_bad_row = OnBadRow.fail
     pairs = cast("Sequence[str]", ())
+    drafts = cast("Sequence[str]", ())
     lengths = cast("Sequence[int]", ())
 
     name: str = key(MISSING, "The task's name.")
@@ -301,12 +303,18 @@ class MeasureConf(PromptedConf):
     """
 
     measures_costs = True
-    distinct = "pairs", "lengths", "ks"
-    sources = "prompts", "prompt_file", "lengths", "suite"
+    distinct = "pairs", "drafts", "lengths", "ks"
+    sources = "prompts", "prompt_file", "lengths", "suite", "replay"
     usual_prompts = "sentences"
     own_k = "ks"
 
     suite: str | None = not_empty("A published file of questions, of several turns each (text/prompts.py).")
+    replay: str | None = not_empty(
+        "Texts of the target, by which drafts are measured without speculation: a run's folder, or JSONL."
+    )
+    drafts: list[str] = not_empty(
+        "With replay: what drafts, a model by any of its names, a head, or ngram; [] is the run's own.", list
+    )
     pairs: list[str] = pair_names("measure")
     lengths: list[int] = number(list, 1, 2**20, "Lengths of prompts of random tokens, instead of texts.")
     ks: list[int] = number(lambda: [1, 2, 4, 8], 1, MAX_K, "Drafted tokens a round (K) to measure with.")
@@ -326,6 +334,21 @@ class MeasureConf(PromptedConf):
                 allowed="1",
                 fix="leave task.batch_size=1",
             )
+        if self.replay is not None and (self.plot is not None or not self.ks):
+            raise UsageError(
+                "a replay of texts has a table for task.ks, and no picture",
+                where="task.replay",
+                found=f"task.plot={self.plot}, task.ks={self.ks}",
+                fix="leave task.plot out, and name a K",
+            )
+        for name in ("drafts", "pairs"):
+            if getattr(self, name) and (self.replay is None) == (name == "drafts"):
+                raise UsageError(
+                    f"task.{name} is {'for' if name == 'drafts' else 'not for'} a replay of texts",
+                    found=f"task.replay={'null' if self.replay is None else self.replay}",
+                    fix="name the texts with replay=TEXTS and what drafts with drafts=[NAME,...]; "
+                    "pairs are measured without replay",
+                )
 
 
 @dataclass(kw_only=True)
@@ -379,7 +402,17 @@ class PlanConf(TaskConf):
         None,
         "The probability that a drafted token is accepted if those before it are; null: plan.acceptance.",
     )
+    acceptance_from: str | None = not_empty(
+        "The folder of a run of this pair that says what was accepted: measure replay=TEXTS, generate, batch."
+    )
     require_fit: bool = key(False, "End with exit code 1 unless the verdict is `fits`.")
+
+    def check(self) -> None:
+        super().check()
+        if self.acceptance is not None and self.acceptance_from is not None:
+            raise UsageError(
+                "both task.acceptance and task.acceptance_from are given", fix="leave out one of them"
+            )
 
 
 @dataclass

@@ -258,6 +258,11 @@ def _prepare_model(
         trial.check(model, sorted({1, max(widths)}), rows, capacity)
 
 
+def load_alone(placed: ModelPlacement, ranks: Ranks) -> Model:
+    """Loads one model by itself, with eager steps, for passes over whole texts."""
+    return _loaded(HeldModel(placed=placed, group=ranks, compiled=False, trial=None))
+
+
 def _loaded(held: HeldModel) -> Model:
     """Loads this rank's part of the model by the engine that the placement names."""
     placed = held.placed

@@ -106,6 +106,14 @@ def model_placements(spec: PairSpec) -> Placements:
     return Placements(target, head=drafter) if is_head else Placements(target, draft=drafter)
 
 
+def placement_of(spec: PairSpec, role: str) -> ModelPlacement:
+    """Returns where one model of the pair goes, by itself: nothing is asked of the other."""
+    if role == DRAFT:
+        assert spec.run.draft is not None
+        return _placed(spec, role, spec.run.draft, spec.draft_path)
+    return _placed(spec, role, spec.run.model, spec.target_path)
+
+
 def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> ModelPlacement:
     run = spec.run
     conf = spec.run.placement
@@ -209,7 +217,7 @@ def require_loadable(
             require_host(prediction, ranks_here(), memory_here())
         warn_of_codes(prediction)
     elif run.plan.enforce:
-        _require_capacity(placements, run, rows * max(caches), slots)
+        require_room(placements, run, rows * max(caches), slots)
     return placements, prediction
 
 
@@ -218,7 +226,7 @@ def ranks_here() -> int:
     return number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=1)
 
 
-def _require_capacity(placements: Placements, run: RunConf, rows: int, slots: int) -> None:
+def require_room(placements: Placements, run: RunConf, rows: int, slots: int) -> None:
     """Checks weights and caches alone on each device, or on all together for a model that accelerate spreads.
 
     A model that DeepSpeed splits counts with a rank's part; each rank loads all of it on the host.

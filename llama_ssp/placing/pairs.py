@@ -16,11 +16,13 @@ from llama_ssp.config import (
 )
 from llama_ssp.config import validation as checks
 from llama_ssp.config.compose import composed
+from llama_ssp.config.presets import NAMES_OF_A_MODEL, UNNAMED, model_words, quoted
 from llama_ssp.distributed.gpus import gpus_here
 from llama_ssp.distributed.placement import LEADER, Placement
 from llama_ssp.errors import ModelError, UsageError
 from llama_ssp.models.adapter import require_for_module
 from llama_ssp.models.checkpoint import complete, folder_at_hand, outlined
+from llama_ssp.models.folder import weights_here
 from llama_ssp.models.kept_files import compiler
 from llama_ssp.models.own_sampling import OwnSampling, left_open
 from llama_ssp.models.sharding import is_planned, require_deepspeed, require_split
@@ -75,8 +77,9 @@ def pair_specs(run: RunConf, folders: list[Path], world: int) -> tuple[PairSpec,
 
 def pair_files(run: RunConf, folders: list[Path], dry: bool = False) -> list[PairFiles]:
     """Returns every pair, with the shapes of its models; `dry`: their files need not be here."""
-    runs = [_with_presets(run, name, folders) for name in run.task.pairs] or [run]
-    return [_completed(one, dry) for one in runs]
+    runs = [_with_presets(run, name, folders) for name in run.task.pairs]
+    runs += [_with_draft(run, name, folders) for name in run.task.drafts]
+    return [_completed(one, dry) for one in runs or [run]]
 
 
 def _completed(run: RunConf, dry: bool) -> PairFiles:
@@ -85,7 +88,8 @@ def _completed(run: RunConf, dry: bool) -> PairFiles:
         if conf is None:
             continue
         path: Path | None
-        if dry:
+        # Texts and their log-probabilities may come from a machine that has the target, and this has not.
+        if dry or (role == TARGET and run.task.replay is not None and not _is_whole(conf)):
             model = outlined(conf, role, run.download)
             path = folder_at_hand(conf)
         else:
@@ -101,6 +105,12 @@ def _completed(run: RunConf, dry: bool) -> PairFiles:
     whole = replace(run, model=target, draft=draft, sampling=run.sampling.over(own.usual))
     checks.check_context(whole)
     return PairFiles(run=whole, target_path=target_path, draft_path=draft_path, sampling=own)
+
+
+def _is_whole(conf: ModelConf) -> bool:
+    """Returns whether the model's weights are on this machine, or are made here."""
+    folder = folder_at_hand(conf)
+    return conf.weights is config.Weights.synthetic or (folder is not None and weights_here(folder))
 
 
 def _in_codes(run: RunConf, model: ModelConf, path: Path | None) -> ModelConf:
@@ -205,3 +215,33 @@ def _with_presets(run: RunConf, name: str, folders: list[Path]) -> RunConf:
     if not draft and spec.drafter is Drafting.model:
         spec = replace(spec, drafter=Drafting.none)
     return replace(run, model=preset.model, draft=preset.draft, speculation=spec)
+
+
+def _with_draft(run: RunConf, name: str, folders: list[Path]) -> RunConf:
+    """Returns the run with what drafts by this name: a model by any of its names, or what drafts from text.
+
+    A preset may take its files from the target's, so it is composed with the run's own.
+    """
+    spec = run.speculation
+    kinds = {kind.value: kind for kind in Drafting if kind not in (Drafting.model, Drafting.none)}
+    if name in kinds:
+        return replace(run, draft=None, speculation=replace(spec, drafter=kinds[name]))
+    target = [
+        f"model.{key}={_in_hydra(value)}" for key, value in vars(run.model).items() if key != "sampling"
+    ]
+    preset = composed([f"model={UNNAMED}", *target, *model_words("draft", name)], folders)
+    if preset.draft is None:
+        raise UsageError(
+            "task.drafts: there is nothing that drafts",
+            found=repr(name),
+            allowed=f"{NAMES_OF_A_MODEL}, or {', '.join(kinds)}",
+            fix="name what drafts",
+        )
+    return replace(run, draft=preset.draft, speculation=replace(spec, drafter=Drafting.model))
+
+
+def _in_hydra(value: object) -> str:
+    """Returns a setting of a model in Hydra's grammar."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return quoted(value) if isinstance(value, str) else str(value)

@@ -78,9 +78,9 @@ class Prediction:
     def ms_per_token(self, rows: int, k: int | None, acceptance: float | None) -> tuple[int, float]:
         """Returns K and milliseconds a token. None: the best K, the request's acceptance."""
         times = self.times(rows)
-        acceptance = self.request.acceptance if acceptance is None else acceptance
-        k = times.best_k(acceptance) if k is None else min(k, len(times.verify) - 1)
-        return k, times.ms_per_token(acceptance, k)
+        known = self.request.acceptance if acceptance is None else acceptance
+        k = times.best_k(known) if k is None else min(k, len(times.verify) - 1)
+        return k, times.ms_per_token(known, k)
 
 
 def predict(run: RunConf, placement: Placement, known: Known = USUAL) -> Prediction | None:

@@ -22,11 +22,13 @@ from llama_ssp.config.environment import rank_environment
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.own_sampling import OwnSampling
 from llama_ssp.models.sharding import is_planned
+from llama_ssp.placing.accepted import curve_of
 from llama_ssp.placing.draft_length import asked_k
 from llama_ssp.placing.engine import step_rule, tokens_generated
 from llama_ssp.placing.this_machine import machine_for, plans_for_cpu
 from llama_ssp.planner.search import Option, PlanRequest, option, search
 from llama_ssp.planner.workload import DRAFT, GIB, TARGET, Role, Workload
+from llama_ssp.speculative.draft_length import AcceptanceCurve, PairAcceptance
 from llama_ssp.text.compatibility import diagnose
 from llama_ssp.text.vocabulary import read_vocabularies
 
@@ -156,7 +158,10 @@ def request_of(run: RunConf, known: Known = USUAL) -> PlanRequest:
         draft_caches=known.caches[1],
     )
 
-    given = run.plan.acceptance if task.acceptance is None else task.acceptance
+    acceptance, is_assumed = _acceptance(run)
+    k_max = max(spec.k_max, spec.k or 0)
+    if isinstance(acceptance, AcceptanceCurve):
+        k_max = min(k_max, acceptance.k_max)
     target = Role(TARGET, run.model, known.formats.get(TARGET) or machine.dtype(run.model.dtype))
     draft = None
     if run.draft is not None and run.has_draft_model:
@@ -166,12 +171,20 @@ def request_of(run: RunConf, known: Known = USUAL) -> PlanRequest:
         target=target,
         draft=draft,
         work=work,
-        acceptance=USUAL_ACCEPTANCE if given is None else given,
-        is_acceptance_assumed=given is None,
-        k_max=max(spec.k_max, spec.k or 0),
+        acceptance=acceptance,
+        is_acceptance_assumed=is_assumed,
+        k_max=k_max,
         text_drafts=run.drafts_from_text,
         overlap=spec.overlap,
         steps=step_rule(run.engine, tokens_generated(run), machine.is_cpu),
         k=None if spec.adaptive else asked,
         least_chunk=USUAL_CHUNK if task.prefill_chunk is None else None,
     )
+
+
+def _acceptance(run: RunConf) -> tuple[PairAcceptance, bool]:
+    """Returns what a plan goes by, and whether it is assumed."""
+    if run.task.acceptance_from is not None:
+        return curve_of(run, run.task.acceptance_from, run.speculation.k), False
+    given = run.plan.acceptance if run.task.acceptance is None else run.task.acceptance
+    return USUAL_ACCEPTANCE if given is None else given, given is None

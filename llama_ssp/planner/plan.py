@@ -23,6 +23,7 @@ from llama_ssp.planner.speed import ACCEPTANCES, at_acceptance, break_even, pref
 from llama_ssp.planner.storage import WEIGHTS
 from llama_ssp.planner.weights import CACHE
 from llama_ssp.planner.workload import ALL_EAGER, DRAFT, GIB, TARGET, MemoryLine
+from llama_ssp.speculative.draft_length import first_stands
 
 MANY = 16  # ranks up to which every number of them is tried
 PARTS = ("target weights", "target caches", "draft weights", "draft caches", "work", "libraries")
@@ -119,7 +120,7 @@ class Plan:
         elif self.pays_from > 0.01:
             below = f"; below {self.pays_from:.2f} drafting does not pay"
             limit = below if speedup > 1 else f"; it pays from {self.pays_from:.2f}"
-        return f"{fit}, {where}; at acceptance {self.request.acceptance:.2f}{gain}{limit}."
+        return f"{fit}, {where}; at {self.request.acceptance_in_words}{gain}{limit}."
 
     def document(self) -> dict[str, Any]:
         """Returns the figures under the names of the JSON interface."""
@@ -264,7 +265,8 @@ def subject(request: PlanRequest, k: int) -> dict[str, Any]:
             "new_tokens": work.new_tokens,
             "prefill_chunk": work.prefill_chunk,
             "k": k,
-            "acceptance": request.acceptance,
+            "acceptance": first_stands(request.acceptance),
+            "acceptance_from": request.acceptance_source,
         },
     }
 

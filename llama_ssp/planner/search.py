@@ -33,6 +33,7 @@ from llama_ssp.planner.speed import (
 from llama_ssp.planner.storage import BYTES, WEIGHTS
 from llama_ssp.planner.weights import CACHE
 from llama_ssp.planner.workload import ALL_COMPILED, TARGET, Role, StepRule, Workload
+from llama_ssp.speculative.draft_length import AcceptanceCurve, PairAcceptance
 
 MOST_RANKS = 4096  # of a plan; placement.draft_degree has the same bound
 MANY_RANKS = 256  # over more of them a draft is split over powers of two only
@@ -56,7 +57,7 @@ class PlanRequest:
     target: Role
     draft: Role | None
     work: Workload
-    acceptance: float
+    acceptance: PairAcceptance
     k_max: int = 16
     text_drafts: bool = False
     overlap: Overlap = Overlap.auto
@@ -69,6 +70,18 @@ class PlanRequest:
     @property
     def roles(self) -> list[Role]:
         return [self.target] if self.draft is None else [self.target, self.draft]
+
+    @property
+    def acceptance_source(self) -> str | None:
+        """Returns the folder of the run that measured the acceptance; None of one that was given."""
+        return self.acceptance.source if isinstance(self.acceptance, AcceptanceCurve) else None
+
+    @property
+    def acceptance_in_words(self) -> str:
+        """Returns what is planned with."""
+        if isinstance(self.acceptance, AcceptanceCurve):
+            return f"acceptance as measured in {self.acceptance.source}"
+        return f"acceptance {self.acceptance:.2f}"
 
     def band(self, placement: Placement) -> float:
         """Returns how far off the predicted times with this placement may be."""

@@ -18,7 +18,12 @@ from llama_ssp.planner.rates import PACKED_MULTIPLY, PACKED_READ, Rate, plain_ra
 from llama_ssp.planner.storage import AS_THEY_ARE, Storage, bytes_of, width
 from llama_ssp.planner.weights import ModelPart, held, weights
 from llama_ssp.planner.workload import Role
-from llama_ssp.speculative.draft_length import tokens_per_round
+from llama_ssp.speculative.draft_length import (
+    PairAcceptance,
+    all_stand,
+    first_stands,
+    tokens_per_round,
+)
 
 # The four constants that give the published runs (tests/test_plan_speed.py): gpt-fast README, Llama-2-7B
 # bf16 on 1, 2, 4 and 8 A100-80 limited to 330 W, one row, 5 tokens of prompt.
@@ -282,41 +287,42 @@ class RoundTimes:
         """Returns the seconds of K drafts, until the leader has them."""
         return k * (self.draft + self.sending) + (self.once if k else 0.0)
 
-    def round_s(self, k: int, acceptance: float) -> float:
+    def round_s(self, k: int, acceptance: PairAcceptance) -> float:
         """Returns the seconds of a round with K drafts."""
         if self.goes_ahead(k, acceptance):
             return self._ahead_s(k, acceptance)
         return self.proposal_s(k) + self.verify[k]
 
-    def mean_round_s(self, drafts: float, acceptance: float) -> float:
+    def mean_round_s(self, drafts: float, acceptance: PairAcceptance) -> float:
         """Returns the seconds of a round that has so many drafts in the mean."""
         low = min(int(drafts), len(self.verify) - 1)
         high = min(low + 1, len(self.verify) - 1)
         share = min(drafts - low, 1.0)
         return (1 - share) * self.round_s(low, acceptance) + share * self.round_s(high, acceptance)
 
-    def goes_ahead(self, k: int, acceptance: float) -> bool:
+    def goes_ahead(self, k: int, acceptance: PairAcceptance) -> bool:
         """Returns whether the draft runs while the target verifies; with `auto` where that is faster."""
         if self.overlap is Overlap.auto:
             return k > 0 and self._ahead_s(k, acceptance) < self.proposal_s(k) + self.verify[k]
         return self.overlap is not Overlap.off and k > 0
 
-    def guessed(self, k: int, acceptance: float) -> float:
+    def guessed(self, k: int, acceptance: PairAcceptance) -> float:
         """Returns the share of rounds in which the guessed continuation of every row is right.
 
         All drafts are accepted, and the next token is the guess: two distributions with the common part `a`
         race to the same token with probability a / (2 - a) at least (rng.race).
         """
-        return float((acceptance**k * acceptance / (2 - acceptance)) ** self.rows)
+        common = first_stands(acceptance)
+        return float((all_stand(acceptance, k) * common / (2 - common)) ** self.rows)
 
-    def ms_per_token(self, acceptance: float, k: int) -> float:
+    def ms_per_token(self, acceptance: PairAcceptance, k: int) -> float:
         """Returns the time of a token of the batch: every row gets its tokens in the same round."""
         return 1000 * self.round_s(k, acceptance) / (self.rows * tokens_per_round(acceptance, k))
 
-    def best_k(self, acceptance: float) -> int:
+    def best_k(self, acceptance: PairAcceptance) -> int:
         return min(range(len(self.verify)), key=lambda k: self.ms_per_token(acceptance, k))
 
-    def _ahead_s(self, k: int, acceptance: float) -> float:
+    def _ahead_s(self, k: int, acceptance: PairAcceptance) -> float:
         """Counts the guess and K drafts while the target verifies; K drafts more where the guess was wrong.
 
         A request that arrives before they are done waits for the end of a pass, half a pass on average. The

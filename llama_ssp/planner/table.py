@@ -48,7 +48,7 @@ def heading(request: PlanRequest, numbers: Mapping[str, int] = MappingProxyType(
     sizes = [(role, _count(numbers.get(role.role) or parameters(role.model))) for role in request.roles]
     models = " + ".join(f"{role.model.name} {role.dtype.value} ({size})" for role, size in sizes)
     rows = f"{work.rows} row{'s' if work.rows > 1 else ''} of {work.prompt_tokens} + {work.new_tokens} tokens"
-    return f"{models} on {request.machine.in_words()}\n{rows}, acceptance {request.acceptance:.2f}"
+    return f"{models} on {request.machine.in_words()}\n{rows}, {request.acceptance_in_words}"
 
 
 def _count(number: int) -> str:
@@ -205,7 +205,7 @@ def _words(plan: Plan) -> Iterator[str]:
     if machine.is_borrowed:
         yield "a run measures this machine when it ends, and llama-ssp calibrate does so more exactly"
     if plan.drafts and request.is_acceptance_assumed:
-        yield f"acceptance {request.acceptance:.2f} is assumed; llama-ssp measure finds your pair's"
+        yield f"{request.acceptance_in_words} is assumed; llama-ssp measure finds your pair's"
     if licences := _licences(plan):
         yield licences
 

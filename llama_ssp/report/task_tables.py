@@ -95,6 +95,22 @@ CATEGORIES = (
     Column(key="acceptance_rate", title="accepted", optional=2),
 )
 
+REPLAYED = (
+    Column(key="drafter", is_text=True),
+    Column(key="k", title="K"),
+    Column(key="tokens_per_round", title="tokens/round"),
+    Column(key="tokens_per_round", title="95 % interval", is_interval=True),
+    Column(key="other", title="by the other rule", optional=1),
+)
+RANKED = (
+    Column(key="cluster", title="planned on", is_text=True),
+    Column(key="drafter", is_text=True),
+    Column(key="k", title="best K"),
+    Column(key="ms_per_token", title="ms/token"),
+    Column(key="speedup", title="faster"),
+    Column(key="placement", is_text=True, optional=1),
+)
+
 
 def items_of(summary: Row) -> Items:
     """Returns the tables and sentences of a run, from its summary.json."""
@@ -160,6 +176,55 @@ def speeds(summary: Row) -> Items:
     if accepted:
         items.append(_wide("acceptance_by_position", "accepted of the drafts at each position", accepted))
     return [*items, "", *_notes(summary)]
+
+
+def measured(summary: Row) -> Items:
+    """Returns what task=measure shows: of runs that it made, or of texts that it replayed."""
+    return replayed(summary) if "replay" in summary else speeds(summary)
+
+
+def replayed(summary: Row) -> Items:
+    """Returns a row for each drafter and K, acceptance by position, drafters ranked by plans, and notes."""
+    rule = summary["rule"]
+    entries = [entry for entry in summary["acceptance"] if entry["rule"] == rule]
+    if not entries:
+        return []
+    others = {entry["drafter"]: entry for entry in summary["acceptance"] if entry["rule"] != rule}
+    rows: list[Row] = []
+    places: list[Row] = []
+    for entry in entries:
+        name = entry["drafter"]
+        for point, other in zip(entry["curve"], others[name]["curve"], strict=True):
+            if point["k"] in summary["ks"]:
+                rows.append({"drafter": name, "other": other["tokens_per_round"], **point})
+        longest = entry["curve"][-1]
+        for end, title in (("", name), ("_low", f"{name}, from"), ("_high", f"{name}, to")):
+            places.append({"contender": title, **_by_position(longest[f"acceptance_by_position{end}"])})
+
+    items: Items = [
+        Table("replayed", REPLAYED, rows, f"tokens a round, by the rule {rule}"),
+        _wide("acceptance_by_position", "accepted of the drafts at each position, largest K", places),
+    ]
+    if summary["ranking"]:
+        items.append(Table("ranking", RANKED, summary["ranking"], "by the plan, with these tokens a round"))
+    return [*items, "", *_replay_notes(summary)]
+
+
+def _replay_notes(summary: Row) -> Iterator[str]:
+    """Yields the sentences below the tables of a replay."""
+    about = summary["replay"]
+    whose = {
+        True: "their log-probability is that of texts of this target",
+        False: "they are NOT this target's under these settings, and neither are the figures",
+        None: "whose they are was not checked, as they give their log-probabilities",
+    }
+    origin = whose[about["drawn_from_target"]]
+    yield f"{about['texts']} texts of {about['tokens']} tokens; {origin}; intervals are over texts"
+    seconds = [f"{entry['drafter']} {entry['seconds']:.1f}" for entry in summary["acceptance"][::2]]
+    yield f"seconds: target {about['seconds_of_target']:.1f}, {', '.join(seconds)}"
+    sources = dict.fromkeys(f"{row['cluster']}: {row['constants_from']}" for row in summary["ranking"])
+    for source in sources:
+        yield f"constants of {source}"
 
 
 def _contenders(summary: Row) -> list[tuple[str, Row]]:
@@ -274,7 +339,7 @@ def machine_rows(check: Row) -> Items:
 
 ITEMS: dict[str, Callable[[Row], Items]] = {
     "generate": outputs,
-    "measure": speeds,
+    "measure": measured,
     "eval": scores,
     "agree": agreements,
     "certify": checks,

@@ -226,9 +226,46 @@ def lookahead_for(run: RunConf, rows: int, costs: Costs | None = None) -> DraftL
     return AdaptiveDraftLength(costs, rows)
 
 
-def tokens_per_round(rate: float, k: int) -> float:
-    """Returns the expected committed tokens: 1 + a + ... + a^K, where each draft stands with a = `rate`.
+@dataclass(frozen=True)
+class AcceptanceCurve:
+    """Holds what was measured of a pair: `tokens[k]` a round of k drafts, from k = 0 on; `source` says
+    where."""
+
+    tokens: tuple[float, ...]
+    source: str
+
+    @property
+    def k_max(self) -> int:
+        return len(self.tokens) - 1
+
+    @property
+    def first(self) -> float:
+        """Returns how likely the first draft of a round stands."""
+        return self.tokens[1] - 1
+
+
+# What is known of a pair: how likely each draft stands, if those before it do, or what was measured at each
+# K.
+PairAcceptance = float | AcceptanceCurve
+
+
+def first_stands(acceptance: PairAcceptance) -> float:
+    """Returns how likely the first draft of a round stands."""
+    return acceptance.first if isinstance(acceptance, AcceptanceCurve) else acceptance
+
+
+def all_stand(acceptance: PairAcceptance, k: int) -> float:
+    """Returns how likely all k drafts of a round stand."""
+    if not isinstance(acceptance, AcceptanceCurve):
+        return float(acceptance**k)
+    return max(acceptance.tokens[k] - acceptance.tokens[k - 1], 0.0) if k else 1.0
+
+
+def tokens_per_round(acceptance: PairAcceptance, k: int) -> float:
+    """Returns the expected committed tokens: those measured, or 1 + a + ... + a^K, where each stands with a.
 
     So the papers have it. `Costs.best` tells the first draft from later ones.
     """
-    return float(sum(rate**i for i in range(k + 1)))
+    if isinstance(acceptance, AcceptanceCurve):
+        return acceptance.tokens[k]
+    return float(sum(acceptance**i for i in range(k + 1)))

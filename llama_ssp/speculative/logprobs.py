@@ -77,6 +77,16 @@ class LogprobReader:
         return texts
 
 
+def text_parts(runner: ModelRunner, state: State) -> Iterator[tuple[list[int], list[int], Tensor]]:
+    """Feeds whole texts; yields the logits part by part, as (starts, stops, logits).
+
+    Column i of row b is of the token at `starts[b] + 1 + i`, up to `stops[b]`. The runner begins anew.
+    """
+    runner.start(state.rows, state.capacity)
+    last = [length - 1 for length in state.lengths]  # what follows the last token is not wanted
+    yield from _fed(runner, state, last)
+
+
 def scored(
     target: ModelRunner, state: State, transform: SamplingTransform, reader: LogprobReader, leads: bool
 ) -> list[list[ScoredToken]]:
@@ -84,17 +94,17 @@ def scored(
 
     Every rank of the target computes; only where `leads` is set there are values. `target` begins anew.
     """
-    target.start(state.rows, state.capacity)
     result = [[ScoredToken(text[0], None)] if leads else [] for text in state.texts]
-    last = [length - 1 for length in state.lengths]  # what follows the last token is not wanted
-    for starts, stops, logit_BWV in _fed(target, state, last):
-        if leads:
-            spans = zip(state.texts, starts, stops, strict=True)
-            blocks = [text[start + 1 : stop + 1] for text, start, stop in spans]
-            prefix = _prefix(state, starts, logit_BWV.shape[1])
-            probs_BWV = transform(logit_BWV, prefix) if reader.sampled else None
-            parts = reader.read(logit_BWV, probs_BWV, transform.vocab, blocks)
-            result = [before + part for before, part in zip(result, parts, strict=True)]
+    for starts, stops, logit_BWV in text_parts(target, state):
+        if not leads:
+            continue
+        spans = zip(state.texts, starts, stops, strict=True)
+        blocks = [text[start + 1 : stop + 1] for text, start, stop in spans]
+        probs_BWV = None
+        if reader.sampled:
+            probs_BWV = transform(logit_BWV, _prefix(state, starts, logit_BWV.shape[1]))
+        parts = reader.read(logit_BWV, probs_BWV, transform.vocab, blocks)
+        result = [before + part for before, part in zip(result, parts, strict=True)]
     return result
 
 

@@ -35,6 +35,7 @@ from llama_ssp.pair.session import PairSession
 from llama_ssp.pair.token_prompts import prompt_of
 from llama_ssp.placing.prediction import RunMeasurement
 from llama_ssp.placing.this_machine import kept_of
+from llama_ssp.report.accepted import of_run
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.tables import figure
@@ -142,6 +143,7 @@ class BatchTask(Task[BatchConf]):
             "devices": pair["devices"],
             "engines": pair["engines"],
             **run_figures(self._engine, self._counts),
+            "acceptance": of_run(self._run, self._counts),
         }
 
     def measurements(self) -> list[RunMeasurement]:
@@ -416,6 +418,8 @@ class BatchTask(Task[BatchConf]):
             spell=self._pair.tokens.spell,
             fields=self._task.fields,
         )
+        if not request.url and request.sampling != self._pair.run.sampling:
+            line["sampling"] = request.sampling.named  # else the answer does not say how it was drawn
         self._finish(attempt, request.index, line)
 
     def _keep_damaged(self, attempt: Attempt, request: Request) -> None:

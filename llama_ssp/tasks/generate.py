@@ -11,6 +11,7 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.pair.requests import Reply, require_numbers
 from llama_ssp.pair.run import Run, run_figures, runs
 from llama_ssp.placing.prediction import RunMeasurement
+from llama_ssp.report.accepted import of_run
 from llama_ssp.report.console import Console
 from llama_ssp.report.live_view import TRACE_LEGEND, trace_line
 from llama_ssp.report.run_folder import RunFolder
@@ -60,7 +61,8 @@ class GenerateTask(Task[GenerateConf]):
 
     def figures(self) -> dict[str, Any]:
         counted = run_figures(self._engine, self._counts)
-        return {"outputs": self._results, **self._pair_figures(), **counted}
+        accepted = of_run(self._run, self._counts)
+        return {"outputs": self._results, **self._pair_figures(), **counted, "acceptance": accepted}
 
     def measurements(self) -> list[RunMeasurement]:
         return self._measurement(run_figures(self._engine, self._counts)) if self._engine else []

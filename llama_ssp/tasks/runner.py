@@ -38,6 +38,7 @@ from llama_ssp.tasks.generate import GenerateTask
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.machine.check import check_machine
 from llama_ssp.tasks.measure import MeasureTask
+from llama_ssp.tasks.replay import ReplayTask
 from llama_ssp.text.prompts import Reading, TextPrompt
 
 log = logging.getLogger(__name__)
@@ -145,7 +146,8 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     folder.keep_decisions({pair.name: pair.decision.document() for pair in inputs.pairs})
     ranks.keep_errors_in(folder.path)
     began = time.perf_counter()
-    task = TASKS[run.task.name](inputs, console, folder, ranks)
+    kind = TASKS[run.task.name] if inputs.texts is None else ReplayTask
+    task = kind(inputs, console, folder, ranks)
     device = device_of(run.placement.target_device, "placement.target_device")
 
     status = "error"

@@ -134,11 +134,11 @@ def read_prompts(task: PromptedConf) -> Reading:
     if task.prompt_file == STDIN and sys.stdin is not None:
         return _from_stdin(policy)
     if task.prompt_file is not None:
-        with _opened("task.prompt_file", task.prompt_file) as file:
+        with opened("task.prompt_file", task.prompt_file) as file:
             read = _record if has_objects(task.prompt_file, file) else _text
             return checked(lines_of(file, task.prompt_file), read, policy)
     if task.suite is not None:
-        with _opened("task.suite", task.suite) as file:
+        with opened("task.suite", task.suite) as file:
             return checked(lines_of(file, task.suite), _question, policy)
 
     if task.usual_prompts == "sentences":
@@ -180,7 +180,7 @@ def begins_object(data: bytes) -> bool:
 
 
 @contextmanager
-def _opened(key: str, name: str) -> Iterator[IO[bytes]]:
+def opened(key: str, name: str) -> Iterator[IO[bytes]]:
     """Opens the file that `key` names; reads a pipe whole. Raises DataError or StorageError."""
     path = home_expanded(name)
     with reading(key, path):

@@ -53,7 +53,7 @@ class IntersectionDrafter(ModelDrafter):
         self._own_V = torch.tensor([max(i, 0) for i in draft_of[:vocab]])
 
     def start(self, rows: int, capacity: int) -> None:
-        self._slots = self._slots_of(capacity)
+        self._slots = self.slots_of(capacity)
         self._runner.start(rows, self._slots)
         self._settled: list[_Settled | None] = [None] * rows
         self._own = State([Prompt("", ())] * rows, self._slots, self._runner.model.device)
@@ -79,7 +79,7 @@ class IntersectionDrafter(ModelDrafter):
         """Returns how much of a prompt of this length is prefilled; nothing of one too long to draft for."""
         return max(length - 1, 0) if reach(self._slots, length) else 0
 
-    def _slots_of(self, length: int) -> int:
+    def slots_of(self, length: int) -> int:
         """Returns how many slots a text of this length, in the target's tokens, may take."""
         slots = int(length * max(1.0, ROOM * self._bridge.expansion)) + SPARE
         return min(slots, self._runner.model.context)
@@ -104,7 +104,7 @@ class IntersectionDrafter(ModelDrafter):
                 continue
             text = self._translated(state, row)
             self._write(row, text)
-            slots = self._slots_of(state.lengths[row] + wanted[row])
+            slots = self.slots_of(state.lengths[row] + wanted[row])
             room[row] = reach(min(slots, self._slots), len(text)) if text else 0
         return room
 
@@ -139,12 +139,12 @@ class IntersectionDrafter(ModelDrafter):
         """Also writes the draft after the draft model's own text."""
         ends = self._next_ends(self._own, offset, count)
         logit_BD = self._runner.logits(self._own.token_BS, ends, [1] * state.rows)[:, 0]
-        drawn = self._sampler.draw(state, offset, count, self._in_target(logit_BD.to(state.device)), slot)
+        drawn = self._sampler.draw(state, offset, count, self.in_target(logit_BD.to(state.device)), slot)
         self._own_V = self._own_V.to(drawn.token_B.device)
         self._own.write_draft(self._own_V[drawn.token_B].to(self._own.device), offset, count)
         return drawn
 
-    def _in_target(self, logit_BD: Tensor) -> Tensor:
+    def in_target(self, logit_BD: Tensor) -> Tensor:
         """Returns the draft's logits by the target's ids, (B, V), of its own, (B, D).
 
         Probabilities of draft tokens with the same target token add up; unshared tokens have -inf. So a
