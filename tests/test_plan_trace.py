@@ -16,6 +16,7 @@ TRACED = Kernels(cpu=True)  # a trace does not see what kernels take
 ROWS, CAPACITY = 2, 120
 PASSES = [Pass(32, True), Pass(32, True), Pass(9, True), Pass(5), Pass(1)]
 EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 344}
+FULL_HEADS = {"full_layers": 2, "full_kv_heads": 1, "full_head_dim": 64, "keys_are_values": True}
 OWN: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 24}, "phi3": {}, "mistral": {"sliding_window": 11},
     "gemma2": {"sliding_window": 11, "tied": True}, "gpt_neox": {"n_kv_heads": 4},
@@ -27,6 +28,7 @@ OWN: dict[str, dict[str, Any]] = {
     "apertus": {}, "cohere": {"qk_norm": True, "tied": True}, "exaone4": {"sliding_window": 11},
     "cohere2": {"sliding_window": 11, "tied": True}, "gemma": {"tied": True}, "glm4": {},
     "hunyuan_v1_dense": {}, "ministral3": {}, "olmo3": {"sliding_window": 11}, "seed_oss": {"head_dim": 24},
+    "gemma4_text": {**FULL_HEADS, **EXPERTS, "sliding_window": 11, "tied": True},
 }  # fmt: skip
 # Presets of each family: those whose heads, groups and ties differ; others are as these, wider or deeper.
 PRESETS: dict[str, tuple[str, ...]] = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llama_ssp.config import OWN_CODES, Dtype, ModelConf
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.models.families import DEEPSPEED_FAMILIES, TESTED, TESTED_FAMILIES
+from llama_ssp.models.families import DEEPSPEED_FAMILIES, TESTED, TESTED_FAMILIES, family_of
 
 WIDEST_UNIT = 64  # columns of the MLP: keeps matrices aligned
 NF4_BLOCK = 64  # weights with one scale; bitsandbytes' CPU kernel needs rows of whole blocks
@@ -38,6 +38,10 @@ class Heads:
     @property
     def kvs(self) -> int:
         return length(self.kv)
+
+    def first(self) -> "Heads":
+        """Returns as many heads, from the first on."""
+        return Heads(query=(0, self.queries), kv=(0, self.kvs))
 
 
 def times(span: Span, size: int) -> Span:
@@ -128,15 +132,22 @@ class Cut:
 
 
 def is_planned(model: ModelConf) -> bool:
-    return model.family in TESTED_FAMILIES
+    """Returns whether the decoder runs it, so that it is split, compiled and planned."""
+    return model.family in TESTED_FAMILIES and not model.lacking
+
+
+def architecture(model: ModelConf) -> str:
+    """Returns the name of the architecture, with what of its config the decoder does not have."""
+    return f"{model.family} with {model.lacking}" if model.lacking else model.family
 
 
 def require_split(model: ModelConf, world: int, role: str = "model") -> None:
     """Refuses a model that cannot be split over `world` ranks: on every rank, before a file is opened."""
     where = f"{role} {model.name}"
     if not is_planned(model):
-        raise unsplit(where, model.family, "run it in one process, a draft with placement=leader")
-    head_ranges(model.n_heads, model.n_kv_heads, world, 0, where)
+        raise unsplit(where, architecture(model), "run it in one process, a draft with placement=leader")
+    for kvs, _ in kinds_of_heads(model):
+        head_ranges(model.n_heads, kvs, world, 0, where)
     for width in _dense_widths(model):
         mlp_share(width, world, 0)
     if model.experts:
@@ -151,20 +162,31 @@ def unsplit(where: str, family: str, fix: str = "run it in one process") -> Mode
     )
 
 
+def kinds_of_heads(model: ModelConf) -> list[tuple[int, int]]:
+    """Returns the KV heads and their size, of most layers and of those that see the whole text."""
+    usual = (model.n_kv_heads, model.head_dim)
+    return [usual, (model.full_kv_heads, model.full_head_dim)] if model.full_layers else [usual]
+
+
 def _dense_widths(model: ModelConf) -> list[int]:
     """Returns the widths of MLPs, of which a model whose layers all have experts may have none."""
     shared = [model.shared_ffn] if model.shared_ffn else []
-    return shared if model.experts and not model.dense_layers else [model.ffn, *shared]
+    has_none = model.experts and not model.dense_layers and not family_of(model.family).dense_too
+    return shared if has_none else [model.ffn, *shared]
 
 
 def require_quantised(model: ModelConf, world: int = 1) -> None:
     """Refuses nf4 for a model whose layers, or a rank's parts of them, are not whole blocks."""
     if model.dtype is not Dtype.nf4:
         return
-    parts = [head_ranges(model.n_heads, model.n_kv_heads, world, rank) for rank in range(world)]
+    heads = {
+        head_ranges(model.n_heads, kvs, world, rank).queries * size
+        for rank in range(world)
+        for kvs, size in kinds_of_heads(model)
+    }
     inputs = {
         "dim": {model.dim},
-        "heads of a rank": {part.queries * model.head_dim for part in parts},
+        "heads of a rank": heads,
         "MLP width of a rank": {
             length(mlp_share(width, world, rank)) for rank in range(world) for width in _dense_widths(model)
         },

@@ -67,6 +67,10 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("qwen3", TIED),
     "even-vocabulary": ("llama-gqa", {"vocab_size": 96}),
     "mlp-bias": ("llama-gqa", {"mlp_bias": True, "attention_bias": True}),
+    # The first of two ranks has 4 of 6 query heads where there are 3 KV heads, and 3 where there is one.
+    "gemma4-six": ("gemma4-moe", SIX_HEADS),
+    "gemma4-six-kv": ("gemma4", {**SIX_HEADS, "num_key_value_heads": 6, "num_global_key_value_heads": 3}),
+    "gemma4-values-six": ("gemma4-values", SIX_HEADS),
 }
 assert VOCAB % 2 and VOCAB % 3, "the vocabulary is to be cut unevenly"
 
@@ -133,7 +137,8 @@ def compare(folder: Path, world: int, dtype: Dtype = Dtype.fp32, tolerance: floa
     for pass_logits in zip(*found, strict=True):
         assert all(torch.equal(one, pass_logits[0]) for one in pass_logits)
     blocks = whole.decoder.blocks
-    each = 3 if isinstance(blocks[0].attention.norms, WholeNorms) else 2
+    has_third = isinstance(blocks[0].attention.norms, WholeNorms) or blocks[0].branch is not None
+    each = 3 if has_third else 2
     passes = len(PASSES) if world > 1 else 0  # that exchange anything
     assert {rank.counts["sums"] for rank in ranks} == {passes * (each * len(blocks) + 1)}
     assert {rank.counts["gathers"] for rank in ranks} == {passes}
@@ -141,9 +146,11 @@ def compare(folder: Path, world: int, dtype: Dtype = Dtype.fp32, tolerance: floa
 
 def splits(folder: Path, world: int) -> bool:
     """Whether the heads can be split over `world` ranks."""
-    attention = whole_of(folder, Dtype.fp32)[0].decoder.blocks[0].attention
-    heads, groups = (size // attention.head_dim for size in attention.sizes[:2])
-    return world <= groups or (world % groups == 0 and world <= heads)
+    for block in whole_of(folder, Dtype.fp32)[0].decoder.blocks:
+        heads, groups = (size // block.attention.head_dim for size in block.attention.sizes[:2])
+        if world > groups and (world % groups or world > heads):
+            return False
+    return True
 
 
 # Of each model two of three numbers of ranks, in turn.
