@@ -44,6 +44,10 @@ def with_rows() -> Iterator[str]:
         wholes = ", ".join(f"`{whole}`" for whole in wholes_of(kind))
         cells = [f"`{kind}`", experts(family), family.gguf.architecture, yes(family.deepspeed), wholes]
         yield f"| {' | '.join(cells)} |"
+    yield "\nOf these a model with another value of a key than the usual one runs in one process:\n"
+    for kind, family in sorted(FAMILIES.items()):
+        if family.needs:
+            yield f"* `{kind}`: {', '.join(f'`{key}`' for key in family.needs)}"
 
 
 def wholes_of(kind: str) -> list[str]:

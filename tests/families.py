@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "rotary_dim": 4,
     "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 0, "axial_pos_embds": False,
+    "num_kv_shared_layers": 0, "axial_pos_embds": False, "top_k_experts": 2,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
     "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
@@ -66,6 +66,15 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 LLAMA_3 = rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
 )
+# Layers that see the whole text have one KV head, twice as wide, whose keys are values.
+GEMMA4: dict[str, Any] = {
+    "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "layer_types": KINDS, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("llama", MHA),
     "llama-gqa": ("llama", {}),
@@ -136,6 +145,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "hunyuan_v1_dense",
         {"head_dim": 12, **rope("dynamic", factor=1.0, alpha=50.0)},
     ),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gemma4-moe": ("gemma4_text", {**GEMMA4, "enable_moe_block": True, "moe_intermediate_size": 24}),
 }  # fmt: skip
 
 # What the config of a family may say otherwise: the decoder is compared with transformers for these, too.
@@ -174,6 +185,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next-mixed": ("qwen3_next", {"mlp_only_layers": [1], "norm_topk_prob": False}),
     "apertus-biased": ("apertus", {"attention_bias": True}),
     "hunyuan-plain": ("hunyuan", rope("default")),
+    "gemma4-values": ("gemma4", {"attention_k_eq_v": False}),
+    "gemma4-equal-heads": ("gemma4", {"global_head_dim": 8, "num_global_key_value_heads": 2}),
+    "gemma4-like-others": ("gemma4", {"global_head_dim": 8, "attention_k_eq_v": False}),
+    "gemma4-wide-window": ("gemma4", {"sliding_window": 100}),
+    "gemma4-no-window": ("gemma4", {"layer_types": ["full_attention"] * 3}),
+    "gemma4-biased": ("gemma4-moe", {"attention_bias": True, "use_bidirectional_attention": "vision"}),
     "falcon-one-norm": ("falcon-gqa", {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 40}),
 }
 
@@ -187,7 +204,7 @@ CHANGED: dict[str, Any] = {
     "logits_scaling": 3.0,
     "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 3,
     "decoder_sparse_step": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7,
-    "first_k_dense_replace": 2, "n_shared_experts": 2, "logit_scale": 0.3,
+    "first_k_dense_replace": 2, "n_shared_experts": 2, "logit_scale": 0.3, "top_k_experts": 3,
     "swiglu_limit": 0.3, "swiglu_alpha": 3.0,
     "sliding_window": 5, "window_size": 5, "use_sliding_window": True, "max_window_layers": 1,
     "layer_types": ["full_attention", "full_attention", "sliding_attention"],
@@ -196,7 +213,7 @@ CHANGED: dict[str, Any] = {
 # Each is the contrary of what the architecture has by default.
 FLAGS = (
     "attention_bias", "mlp_bias", "bias", "enable_bias", "norm_topk_prob", "use_parallel_residual",
-    "use_qk_norm",
+    "use_qk_norm", "attention_k_eq_v", "enable_moe_block",
 )  # fmt: skip
 
 
@@ -295,9 +312,12 @@ def changed_module(architecture: str) -> Any:
             changes["rope_parameters"] = each
 
     family = family_of(architecture)
-    changes |= family.needs
+    changes |= family.needed
     if family.names.delta is not None:
         changes["layer_types"] = ["full_attention", "linear_attention", "linear_attention"]
+    if family.full_heads:
+        changes |= {"layer_types": [KINDS[2], KINDS[0], KINDS[2]], "global_head_dim": 20}
+        changes["num_global_key_value_heads"] = 1
     config = config_of(architecture, changes, SIZES | CHANGED)
     return varied(random_module(config, mild=True))
 
@@ -309,10 +329,12 @@ def varied(module: Any) -> Any:
         for key, parameter in module.named_parameters():
             if key.endswith(("bias", "sinks")):
                 parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-            elif "norm" in key or ".ln_" in key or "alpha_" in key:
+            elif any(part in key for part in ("norm", ".ln_", "alpha_", "router.scale", "expert_scale")):
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
         for key, buffer in module.named_buffers():
-            if key.endswith("correction_bias"):
+            if key.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+            elif key.endswith("correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
             elif key.endswith("act_fn.beta"):
                 buffer.fill_(0.7)
@@ -462,7 +484,9 @@ def require_same(module: Any, logits: list[Tensor], prefixes: list[list[int]]) -
 
 
 def synthetic(family: str, **changes: Any) -> ModelConf:
-    row, experts = family_of(family), {}
+    row, experts, others = family_of(family), {}, {}
+    if row.full_heads:
+        others = {"full_layers": 2, "full_kv_heads": 3, "full_head_dim": 32, "keys_are_values": True}
     if row.names.router:
         mixed = {"expert_ffn": 36, "dense_layers": 1} if row.normed_top else {"expert_ffn": 148}
         if row.names.shared_down:
@@ -476,5 +500,5 @@ def synthetic(family: str, **changes: Any) -> ModelConf:
     return ModelConf(
         name="made", weights=WeightsFrom.synthetic, family=family, n_layers=4, n_heads=6,
         n_kv_heads=3 if row.grouped or row.multi_query else 6, head_dim=16, dim=96, ffn=148, vocab=101,
-        context=64, **experts, **changes,
+        context=64, **experts, **others, **changes,
     )  # fmt: skip

@@ -117,8 +117,9 @@ def trace(
 ) -> Traced:
     """One rank's part of the model through these passes, one after the other."""
     layers = role.model.n_layers
-    if not depths:  # GPT-Neo's layers come in pairs
-        depths = DEPTHS if layers > DEPTHS[-1] and role.model.family != "gpt_neo" else (layers,)
+    if not depths:  # GPT-Neo's layers come in pairs, and those with other heads after some others
+        is_even = role.model.family != "gpt_neo" and not role.model.full_layers
+        depths = DEPTHS if layers > DEPTHS[-1] and is_even else (layers,)
     found = [_trace(_at_depth(role, depth), passes, rows, capacity, world, rank) for depth in depths]
     if len(found) == 1:
         return found[0]

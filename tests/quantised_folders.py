@@ -390,6 +390,7 @@ ROWS = {
         ("cohere", {"use_qk_norm": True}),
         ("glm4", {"head_dim": 32}),
         ("seed_oss", {"head_dim": 32}),
+        ("gemma4", {"num_hidden_layers": 3, "head_dim": 32, "global_head_dim": 64}),
     )
 }
 ALL = FORMATS | MOE | ROWS

@@ -17,8 +17,9 @@ ROWS = [(0, 1021, 5), (CAPACITY, 0, 1), (2 * CAPACITY, 126, 3), (3 * CAPACITY, 5
 PROMPTS = [(0, 0, 600), (CAPACITY, 500, 90), (2 * CAPACITY, 63, 2), (3 * CAPACITY, 0, 73)]
 STEPS = [  # heads of queries and of keys, the size of a head, and rows
     *((heads, 64, ROWS) for heads in ((1, 1), (4, 4), (6, 2), (8, 1), (16, 2), (11, 1))),
-    *(((16, 2), size, ROWS) for size in (80, 96, 128, 256, 20)), ((4, 4), 80, ROWS), ((4, 4), 20, ROWS),
+    *(((16, 2), size, ROWS) for size in (80, 96, 128, 256, 512, 20)), ((4, 4), 80, ROWS), ((4, 4), 20, ROWS),
     ((16, 2), 128, PROMPTS), ((4, 4), 64, PROMPTS), ((3, 1), 80, PROMPTS), ((20, 1), 20, PROMPTS),
+    ((8, 1), 512, PROMPTS),
 ]  # fmt: skip
 KINDS = {
     "plain": (Scores(0.125), False), "window": (Scores(0.125, window=70), False),

@@ -147,7 +147,7 @@ FEW_LAYERS = {
     "llama-gqa": 2, "llama-mha": 2, "gemma2": 2, "gpt_neox": 1, "gpt_neo": 3, "gpt_oss": 3, "mixtral": 2,
     "qwen3_moe": 2, "apertus": 2, "cohere2": 3, "cohere": 2, "exaone4": 3, "gemma": 2, "glm4": 2,
     "glm4_moe": 3, "hunyuan": 2, "ministral3": 2, "olmo3": 3, "seed_oss": 2, "qwen3_5": 3, "qwen3_5_moe": 3,
-    "qwen3_next": 3,
+    "qwen3_next": 3, "gemma4": 3, "gemma4-moe": 3,
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.models.decoder import Decoder, Xielu
+from llama_ssp.models.decoder import Attention, Block, Decoder, Xielu
 from llama_ssp.models.delta import DeltaNet
 from llama_ssp.models.experts import Experts, GatedExperts
 from llama_ssp.models.families import FAMILIES, TESTED_FAMILIES
@@ -62,6 +62,17 @@ CONTROLS: list[tuple[str, dict[str, Any]]] = [
     ("exaone4", {"window": None}),
     ("gemma", {"norm_offset": 0}),
     ("gemma", {"scaled_embedding": False}),
+    ("gemma4", {"scaled_embedding": False}),
+    ("gemma4", {"values_key": "attention_bias"}),
+    ("gemma4", {"normed_values": False}),
+    ("gemma4", {"plain_scores": False}),
+    ("gemma4", {"norm_offset": 1}),
+    ("gemma4", {"window": None}),
+    ("gemma4", {"names": replace(FAMILIES["gemma4_text"].names, block_scale="")}),
+    ("gemma4-equal-heads", {"full_heads": False}),
+    ("gemma4-moe", {"experts_key": "attention_bias"}),
+    ("gemma4-moe", {"expert_keys": ("num_experts", "num_hidden_layers")}),
+    ("gemma4-moe", {"dense_too": False}),
     ("glm4", {"rotary_pairs": False}),
     ("glm4", {"unbiased_output": False}),
     ("glm4_moe", {"sigmoids": False}),
@@ -145,6 +156,25 @@ def open_gates(decoder: Decoder) -> None:
             module.gate.weight.fill_(0.0)
 
 
+def turn_all(decoder: Decoder) -> None:
+    """Turns all numbers of the heads that see the whole text, as the other heads' table would."""
+    rotary = decoder.rotaries["full_attention"]
+    size = len(rotary.frequency)
+    rotary.frequency = 1.0 / 1e4 ** (torch.arange(size) / size)
+
+
+def route_by_experts_norm(decoder: Decoder) -> None:
+    for block in decoder.blocks:
+        block.branch.router = block.branch.before
+
+
+def swap_norms(decoder: Decoder) -> None:
+    """Norms what the MLP gives as what experts give, and the reverse."""
+    for block in decoder.blocks:
+        branch = block.branch
+        branch.after, branch.after_dense = branch.after_dense, branch.after
+
+
 FAULTS: dict[str, tuple[str, Callable[[Decoder], None]]] = {
     "a base that follows the text": ("hunyuan", use_one_base),
     "one table for all kinds of layers": ("olmo3", use_one_base),
@@ -164,6 +194,16 @@ FAULTS: dict[str, tuple[str, Callable[[Decoder], None]]] = {
     "another curve above 0": ("apertus", partial(without, kind=Xielu, name="above")),
     "another curve below 0": ("apertus", partial(without, kind=Xielu, name="below")),
     "the usual beta": ("apertus", partial(without, kind=Xielu, name="beta", number=0.5)),
+    "heads that turn as a whole": ("gemma4", turn_all),
+    "one table for heads of two sizes": ("gemma4-like-others", use_one_base),
+    "no factors of blocks": ("gemma4", partial(without, kind=Block, name="factor", number=1.0)),
+    "values that are not normed": (
+        "gemma4",
+        partial(without, kind=Attention, name="value_epsilon", number=None),
+    ),
+    "no factors of experts": ("gemma4-moe", partial(without, kind=Experts, name="scale", number=1.0)),
+    "a router that reads what experts do": ("gemma4-moe", route_by_experts_norm),
+    "another norm after experts": ("gemma4-moe", swap_norms),
     "the usual limit": ("apertus", partial(without, kind=Xielu, name="limit", number=-1e-6)),
 }
 
@@ -190,6 +230,7 @@ def test_the_kernel_gives_the_same(name):
     require_same(module, *walked(decoder_of(module), attend=kernel.attend))
 
 
+SHARING = ["sliding_attention", "full_attention", "full_attention"]
 OTHERS = {
     "final_logit_softcapping": 1.0, "swiglu_limit": 0.1, "swiglu_alpha": 3.0,
     "hidden_activation": "relu", "activation_function": "relu", "activation": "relu", "hidden_act": "gelu",
@@ -255,6 +296,9 @@ def test_neighbours_do_not_change_a_row_by_a_bit(family):
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias: True"),
         ("apertus", {"hidden_act": "silu"}, "hidden_act: silu"),
+        ("gemma4", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: 8"),
+        ("gemma4", {"num_kv_shared_layers": 1, "layer_types": SHARING}, "num_kv_shared_layers: 1"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: all"),
     ],
     ids=[
         "no affine",
@@ -267,6 +311,9 @@ def test_neighbours_do_not_change_a_row_by_a_bit(family):
         "attention to later tokens",
         "a biased output",
         "another activation",
+        "embeddings for each layer",
+        "layers that share keys",
+        "attention of Gemma 4 to later tokens",
     ],
 )
 def test_what_the_decoder_does_not_run(name: str, changes: dict[str, Any], reason: str):

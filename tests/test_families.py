@@ -17,7 +17,9 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
 from llama_ssp.models.families import GGUF_FAMILIES, READ_TOGETHER_BEYOND, TESTED_FAMILIES
+from llama_ssp.models.layout import NORMS, layout
 from llama_ssp.models.shape import shape_of
+from llama_ssp.models.sharding import require_split
 from llama_ssp.planner.speed import pass_cost
 from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import Role
@@ -30,8 +32,12 @@ from tests.warm import ROOT
 
 PACKAGE = ROOT / "llama_ssp"
 PAGE = ROOT / "bench" / "results" / "architectures_epyc-2-cores_202611.md"
-# Windows in turn, softcaps; positions in a table; parallel blocks; one key head; experts; sinks; states.
-CERTIFIED = "gemma2", "gpt_neo", "gpt_neox", "falcon", "qwen3_moe", "gpt_oss", "llama-gqa", "qwen3_5"
+# Windows in turn, softcaps; positions in a table; parallel blocks; one key head; experts; sinks; heads of two
+# kinds; states.
+CERTIFIED = (
+    "gemma2", "gpt_neo", "gpt_neox", "falcon", "qwen3_moe", "gpt_oss", "llama-gqa", "gemma4", "gemma4-moe",
+    "qwen3_5",
+)  # fmt: skip
 SIZE, NEW, TEXT = 300, 12, "the quick brown"
 ENDS = {"vocab_size": SIZE, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 
@@ -93,6 +99,8 @@ def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: P
         ("glm4_moe", {}, 2, (8, 3, 24, 1)),
         ("glm4_moe", {"first_k_dense_replace": 0}, 2, (8, 3, 24, 0)),
         ("glm4_moe", {"mlp_only_layers": [2]}, 2, (8, 3, 24, 1)),
+        ("gemma4", {}, 2, (0, 0, 0, 0)),
+        ("gemma4-moe", {}, 2, (4, 2, 24, 0)),
     ],
     ids=[
         "falcon",
@@ -105,6 +113,8 @@ def test_a_speculative_run_is_certified(name: str, command: Command, tmp_path: P
         "glm4_moe",
         "glm4_moe, no dense layer",
         "glm4_moe, a key that it ignores",
+        "gemma4",
+        "gemma4, experts",
     ],
 )
 def test_shapes_are_read_from_files(
@@ -157,6 +167,32 @@ def test_a_model_without_a_row_is_planned_by_the_headers_of_its_files(
         file.unlink()
     bare = command(*words)
     assert bare.code == 4 and "headers of its weights, which are not here" in bare.err
+
+
+@pytest.mark.few(1)
+def test_a_gemma_4_with_embeddings_for_each_layer_runs_in_one_process(
+    command: Command, tmp_path: Path
+) -> None:
+    """As E2B and E4B have them, with layers that share keys: the plan, a run and a split name the reason."""
+    shared = {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", *["full_attention"] * 2]}
+    own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": SIZE, "attention_k_eq_v": False}
+    module = build("gemma4", **ENDS, **shared, **own)
+    folder = save(tmp_path / "e", module)
+    words = (f"model={folder}", "model.dtype=fp32", "draft=none", "seed=1")
+    answer = command("task=plan", *words, "task.prompt_tokens=8", "out=null")
+    reason = "gemma4_text with hidden_size_per_layer_input: 8"
+    assert answer.code == 0 and f"one process, by transformers' module, as {reason} has no row" in answer.out
+    assert f"({reason}) runs in one process" in answer.out
+
+    greedy = "sampling=greedy", f"task.max_new_tokens={NEW}", "speculation=ngram", "k=4", "output=json"
+    answer = command(*words, *greedy, f"prompt={TEXT}")
+    assert (answer.code, answer.errors) == (0, [])
+    ids = checkpoints.tokenizer(SIZE).encode(TEXT).ids
+    assert answer.document["outputs"][0]["token_ids"] == greedy_text(module, ids, NEW)
+
+    model, _ = complete(ModelConf(name="local", path=str(folder)), "model")
+    with pytest.raises(ModelError, match=f"cannot be split over ranks.*found {reason}"):
+        require_split(model, 2)
 
 
 RECURRENT = {
@@ -250,15 +286,20 @@ def test_a_row_names_the_layers_of_its_module() -> None:
             for path, part in blocks[number].named_modules()
             if isinstance(part, torch.nn.Linear)
         ]
-        is_dense = not shape_of(module.config).blocks[number].experts
+        shape = shape_of(module.config)
+        is_dense = not shape.blocks[number].experts or row.dense_too
         mlp = (*row.names.up, row.names.down) if is_dense else (row.names.shared_gate,)
         if row.names.shared_gate:
             mlp = (*mlp, *row.names.shared_up, row.names.shared_down)
-        named = {path.rpartition(".")[2] for path in (*row.names.qkv, row.names.output, *mlp) if path}
+        is_linear = row.dense_too and shape.experts  # the router; of other families it is another class
+        router = (row.names.router,) if is_linear else ()
+        paths = (*row.names.qkv, row.names.output, *mlp, *router)
+        named = {path.rpartition(".")[2] for path in paths if path}
         assert {leaf for leaf, _ in linears} == named, name
         assert {leaf for leaf, part in linears if part.bias is not None} == set(row.biased), name
         norms = [part for part in blocks[number].modules() if "norm" in type(part).__name__.lower()]
-        planned = sum(map(bool, shape_of(module.config).norms))
-        assert len(norms) == planned + 2 * shape_of(module.config).qk_norm, name
+        norms = [norm for norm in norms if list(norm.parameters())]  # Gemma 4's of values has no weight
+        planned = [each for each in layout(shape) if each.group == NORMS and number in (each.blocks or ())]
+        assert len(norms) == len(planned) - bool(router), name  # whose norm has its weight elsewhere
         has_biases = row.layer_norm and not row.unbiased_norms
         assert all(hasattr(norm, "bias") == has_biases for norm in norms), name

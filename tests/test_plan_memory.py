@@ -1,16 +1,20 @@
 """The memory of each rank, and the cases in which others say "it fits" and then run out of memory."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from llama_ssp.config import Dtype, PlacementConf, Splitting, Steps
+from llama_ssp.config import Dtype, ModelConf, PlacementConf, Splitting, Steps
 from llama_ssp.distributed.placement import Placement, resolve
 from llama_ssp.errors import DistributedError
 from llama_ssp.models import synthetic
 from llama_ssp.models.assemble import wanted
+from llama_ssp.models.checkpoint import outlined
 from llama_ssp.models.device_map import spread_of
 from llama_ssp.models.families import FAMILIES
 from llama_ssp.models.formats import kept
@@ -20,6 +24,7 @@ from llama_ssp.models.kernels.kernel_sizes import DECODED
 from llama_ssp.models.layout import EMBEDDING, HEAD, LAYERS
 from llama_ssp.models.model_config import empty
 from llama_ssp.models.sizes import LAYER
+from llama_ssp.models.wrapped import text_part
 from llama_ssp.placing.prediction import HOST_BYTES, Prediction, require_host
 from llama_ssp.planner import fit
 from llama_ssp.planner.activations import GPU, Kernels, decoded_bytes
@@ -32,6 +37,7 @@ from llama_ssp.planner.workload import BOUND, DRAFT, GIB, MIB, TARGET, MemoryLin
 from tests.conftest import Command
 from tests.distributed.test_large import part
 from tests.plans import CPU, P4D, alone, machine, model, named, request, shapes, stepping
+from tests.published_configs import CONFIGS
 
 WORK = Workload(rows=1, prompt_tokens=1920, new_tokens=128, k=4, prefill_chunk=512)
 REGULAR = replace(WORK, k=0)
@@ -82,6 +88,34 @@ def test_every_preset_holds_what_the_real_model_holds(name: str) -> None:
     once = {p.untyped_storage()._cdata: p for p in (*made.parameters(), *made.buffers())}.values()
     assert parameters(model(name)) == sum(p.numel() for p in once if p.dtype is torch.bfloat16)
     assert weight_bytes(ModelPart.of(model(name)), Dtype.bf16) == sum(p.nbytes for p in once)
+
+
+GEMMA4 = ("google/gemma-4-26B-A4B", "nvidia/Gemma-4-31B-IT-NVFP4", "google/gemma-4-12B-it")
+
+
+@pytest.mark.few(6)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", GEMMA4)
+def test_heads_of_two_kinds_are_planned_to_the_byte(name: str, world: int, tmp_path: Path) -> None:
+    """Of published configs: weights, buffers and caches of the first and the last rank, on meta."""
+    content = {key: value for key, value in CONFIGS[name].config.items() if key != "quantization_config"}
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    conf = outlined(ModelConf(name="made", path=str(tmp_path)), "model")
+    if world == 1:
+        config = CONFIG_MAPPING[conf.family].from_dict(text_part(content))
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config)
+        assert parameters(conf) == sum(p.numel() for p in module.parameters())
+
+    for rank in {0, world - 1}:
+        made = part(conf, world, rank)[0].decoder
+        once = {p.untyped_storage()._cdata: p for p in (*made.parameters(), *made.buffers())}.values()
+        own = ModelPart.of(conf, world, rank)
+        assert weight_bytes(own, Dtype.bf16) == sum(p.nbytes for p in once)
+        numbers = sum(2 * heads * size for heads, size in made.cache_shapes)
+        planned = RolePart.of(Role(TARGET, conf, Dtype.bf16), own, 100)
+        assert planned.caches_bytes(rows=3) == 2 * 3 * 100 * numbers
 
 
 def test_an_uneven_split_is_counted_by_its_largest_part() -> None:

@@ -250,9 +250,9 @@ ENOUGH = 10**6  # tokens for which compiling pays
         (None, Steps.auto, {"dtype": Dtype.fp16}),
         ("steps in fp16 are not compiled on a CPU", Steps.compiled, {"dtype": Dtype.fp16, "on_cpu": True}),
         ("1 tokens save less than compiling", Steps.auto, {"on_cpu": True, "tokens": 1}),
-        (None, Steps.compiled, {"model": model("7B", head_dim=256), "on_cpu": True}),
-        ("heads of 258 numbers", Steps.compiled, {"model": model("7B", head_dim=258), "on_cpu": True}),
-        (None, Steps.compiled, {"model": model("7B", head_dim=258)}),  # a GPU's kernel takes others
+        (None, Steps.compiled, {"model": model("7B", head_dim=512), "on_cpu": True}),
+        ("heads of 514 numbers", Steps.compiled, {"model": model("7B", head_dim=514), "on_cpu": True}),
+        (None, Steps.compiled, {"model": model("7B", head_dim=514)}),  # a GPU's kernel takes others
     ],
     ids=[
         "compiled",
@@ -269,9 +269,9 @@ ENOUGH = 10**6  # tokens for which compiling pays
         "fp16",
         "fp16 on a CPU",
         "one token on a CPU",
-        "heads of 256 on a CPU",
-        "heads of 258 on a CPU",
-        "heads of 258",
+        "heads of 512 on a CPU",
+        "heads of 514 on a CPU",
+        "heads of 514",
     ],
 )
 def test_why_steps_run_eagerly(reason: str | None, engine: Steps, changes: dict[str, object]) -> None:

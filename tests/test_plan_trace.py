@@ -21,6 +21,7 @@ LINEAR = {
     "linear_value_dim": 32, "linear_kernel": 4,
 }  # fmt: skip
 SHARED = {**EXPERTS, "expert_ffn": 96, "shared_ffn": 112}
+FULL_HEADS = {"full_layers": 2, "full_kv_heads": 1, "full_head_dim": 64, "keys_are_values": True}
 OWN: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 24}, "phi3": {}, "mistral": {"sliding_window": 11},
     "gemma2": {"sliding_window": 11, "tied": True}, "gpt_neox": {"n_kv_heads": 4},
@@ -34,6 +35,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {}, "ministral3": {}, "olmo3": {"sliding_window": 11}, "seed_oss": {"head_dim": 24},
     "qwen3_5_text": LINEAR, "qwen3_5_moe_text": {**LINEAR, **SHARED, "ffn": 96},
     "qwen3_next": {**LINEAR, **SHARED, "dense_layers": 1},
+    "gemma4_text": {**FULL_HEADS, **EXPERTS, "sliding_window": 11, "tied": True},
 }  # fmt: skip
 # Presets of each family: those whose heads, groups and ties differ; others are as these, wider or deeper.
 PRESETS: dict[str, tuple[str, ...]] = {

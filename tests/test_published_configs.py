@@ -53,11 +53,11 @@ EXPECTED = {
     "Qwen/Qwen3-VL-32B-Instruct": PLANNED,
     "Qwen/Qwen3-VL-30B-A3B-Instruct": PLANNED,
     "Qwen/Qwen3-VL-235B-A22B-Instruct": PLANNED,
-    "google/gemma-4-26B-A4B": ONE_PROCESS,
-    "nvidia/Gemma-4-31B-IT-NVFP4": ONE_PROCESS,
+    "google/gemma-4-26B-A4B": PLANNED,
+    "nvidia/Gemma-4-31B-IT-NVFP4": PLANNED,
     "google/gemma-4-E2B-it": ONE_PROCESS,
     "google/gemma-4-E4B-it": ONE_PROCESS,
-    "google/gemma-4-12B-it": Outcome(refused_in_plan=UNKNOWN_WHOLE + "gemma4_unified"),
+    "google/gemma-4-12B-it": PLANNED,
     "Qwen/Qwen3-0.6B": PLANNED,
     "Qwen/Qwen3-1.7B": PLANNED,
     "Qwen/Qwen3-4B": PLANNED,
@@ -195,7 +195,8 @@ def test_code_of_another_architecture_is_refused(tmp_path: Path) -> None:
 def sizes_of(model: ModelConf) -> dict[str, Any]:
     kept = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "ffn", "vocab", "context", "tied")
     experts = ("experts", "experts_per_token", "expert_ffn") if model.experts else ()
-    return {key: getattr(model, key) for key in (*kept, *experts)}
+    full = ("full_layers", "full_kv_heads", "full_head_dim") if model.full_layers else ()
+    return {key: getattr(model, key) for key in (*kept, *experts, *full)}
 
 
 def sizes_by_transformers(content: dict[str, Any]) -> dict[str, Any]:
@@ -207,11 +208,16 @@ def sizes_by_transformers(content: dict[str, Any]) -> dict[str, Any]:
     whole = CONFIG_MAPPING[content["model_type"]].from_dict(without_scaling(content))
     config = whole.get_text_config()
     tied = (whole if "tie_word_embeddings" in content else config).tie_word_embeddings
+    own = config
+    full = None
+    if getattr(config, "per_layer_config", None) and config.is_heterogeneous:
+        own = config.per_layer_config["sliding_attention"]
+        full = config.per_layer_config["full_attention"]
     sizes = {
         "n_layers": config.num_hidden_layers,
         "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "n_kv_heads": own.num_key_value_heads,
+        "head_dim": getattr(own, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "dim": config.hidden_size,
         "ffn": getattr(config, "intermediate_size", None) or config.moe_intermediate_size,
         "vocab": config.vocab_size,
@@ -221,8 +227,13 @@ def sizes_by_transformers(content: dict[str, Any]) -> dict[str, Any]:
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if experts:
         sizes["experts"] = experts
-        sizes["experts_per_token"] = config.num_experts_per_tok
+        many = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
+        sizes["experts_per_token"] = many
         sizes["expert_ffn"] = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    if full is not None:
+        sizes["full_layers"] = config.layer_types.count("full_attention")
+        sizes["full_kv_heads"] = full.num_key_value_heads
+        sizes["full_head_dim"] = full.head_dim
     return sizes
 
 

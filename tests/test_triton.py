@@ -129,6 +129,8 @@ KERNELS = {
     "llama-verify": attends(9, 64, 8, 128, FP16),
     "gemma2": attends(5, 8, 4, 256, BF16, 4096, 50.0),
     "gemma2-prompt": attends(600, 8, 4, 256, FP32, 4096, 50.0),
+    "gemma4": attends(5, 32, 4, 512, BF16),
+    "gemma4-prompt": attends(600, 16, 2, 512, BF16),
     "odd": attends(5, 32, 32, 80, FP32, sinks=True),
     "falcon": attends(5, 71, 1, 64, BF16),
     "mixtral": chosen(1, 2, 1, BF16, False),
@@ -237,6 +239,7 @@ CASES: list[tuple[tuple[int, int], int, Scores, bool, list[tuple[int, int, int]]
     ((71, 1), 64, Scores(0.25), True, RAGGED[:2]),  # more heads than a product has rows
     ((8, 2), 16, Scores(0.5, 20, 3.0), True, [(40, 37, 40), (0, 3, 1)]),  # more tokens than a program has
     ((2, 1), 64, Scores(0.25), False, [(7, 0, 1)]),
+    ((8, 1), 512, Scores(0.05), False, RAGGED),
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from tests.checkpoints import WEIGHTS, Tensors, edit, edit_tensors
-from tests.families import HYBRID, SIZES, remembering, varied
+from tests.families import GEMMA4, HYBRID, SIZES, remembering, varied
 
 # Sizes of a small vision part, under every name that architectures have for them.
 VISION: dict[str, Any] = {
@@ -17,6 +17,7 @@ VISION: dict[str, Any] = {
     "num_heads": 4, "out_hidden_size": 32, "image_size": 28, "patch_size": 14, "embed_dim": 32,
     "deepstack_visual_indexes": [0],
 }  # fmt: skip
+GEMMA4_UNIFIED = {key: value for key, value in GEMMA4.items() if key != "hidden_size_per_layer_input"}
 # A whole model by a name of its own: its model_type, that of its text part, and other values of that part.
 WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("gemma3", "gemma3_text", {"head_dim": 8, "query_pre_attn_scalar": 20}),
@@ -32,6 +33,9 @@ WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-vl-moe": ("qwen3_vl_moe", "qwen3_vl_moe_text", {"head_dim": 12}),
     "qwen3.5": ("qwen3_5", "qwen3_5_text", HYBRID),
     "qwen3.5-moe": ("qwen3_5_moe", "qwen3_5_moe_text", HYBRID),
+    "gemma4": ("gemma4", "gemma4_text", GEMMA4),
+    "gemma4-moe": ("gemma4", "gemma4_text", {**GEMMA4, "enable_moe_block": True}),
+    "gemma4-unified": ("gemma4_unified", "gemma4_unified_text", GEMMA4_UNIFIED),
 }
 SECTIONS = {"mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 500.0}
 # How names begin in published files, by how they begin in files that transformers 5 saves.
@@ -62,7 +66,7 @@ def whole_model(name: str, **changes: Any) -> Any:
     sizes = known_by(usual, SIZES) | own | changes | {"model_type": text}
     if name.startswith("qwen"):
         sizes["rope_parameters"] = dict(SECTIONS)  # a class adds what it lacks
-    vision = CONFIG_MAPPING[whole]().vision_config
+    vision = CONFIG_MAPPING[whole]().vision_config or CONFIG_MAPPING[f"{whole}_vision"]()
     seen = known_by(vision, VISION) | {"model_type": vision.model_type}
     config = CONFIG_MAPPING[whole](text_config=sizes, vision_config=seen, tie_word_embeddings=False)
 

@@ -171,6 +171,10 @@ class ModelConf:
     linear_key_dim: int = size("Width of a head of keys of linear attention.")
     linear_value_dim: int = size("Width of a head of values of linear attention.")
     linear_kernel: int = size("Tokens that the convolution of linear attention sees.")
+    full_layers: int = size("Layers that see the whole text, where they have heads of their own; 0 is none.")
+    full_kv_heads: int = size("Heads of keys and values of these layers.")
+    full_head_dim: int = size("Width of an attention head of these layers.")
+    keys_are_values: bool = key(False, "In these layers keys, before their norm, are values, too.")
     code_bits: int = number(0, 0, 8, "Bits of a code of a quantised checkpoint; 0 is none.")
     code_group: int = size("Inputs that share a scale; 0 is a whole row.")
     code_bytes: int = number(0, 0, 64, "Bytes of a scale with its zero.")
@@ -185,6 +189,7 @@ class ModelConf:
     attention_bias: bool | None = key(None, "Attention's layers have biases; null is as usual in the family.")
     mlp_bias: bool | None = key(None, "The MLP's layers have biases; null is as usual in the family.")
     qk_norm: bool | None = key(None, "Queries and keys have norms; null is as usual in the family.")
+    lacking: str = key("", "What of its config.json the decoder does not have: transformers' module runs it.")
     sampling: dict[str, float] = number(
         dict,
         0.0,

@@ -134,10 +134,17 @@ def _check_model(role: str, model: ModelConf) -> None:
         between(f"{role}.experts_per_token", model.experts_per_token, 1, model.experts)
         between(f"{role}.expert_ffn", model.expert_ffn, 1, MAX_INT)
         between(f"{role}.dense_layers", model.dense_layers, 0, model.n_layers)
-    if model.n_kv_heads and model.n_heads % model.n_kv_heads:
+    if model.full_layers:
+        between(f"{role}.full_layers", model.full_layers, 1, model.n_layers)
+        between(f"{role}.full_kv_heads", model.full_kv_heads, 1, model.n_heads)
+        between(f"{role}.full_head_dim", model.full_head_dim, 1, MAX_INT)
+    for name in ("n_kv_heads", "full_kv_heads"):
+        count = getattr(model, name)
+        if not count or model.n_heads % count == 0:
+            continue
         raise UsageError(
-            f"{role}.n_heads is not a multiple of {role}.n_kv_heads",
-            found=f"{model.n_heads} and {model.n_kv_heads}",
+            f"{role}.n_heads is not a multiple of {role}.{name}",
+            found=f"{model.n_heads} and {count}",
             allowed="whole groups of query heads per KV head",
             fix="take the numbers from the model's config.json",
         )

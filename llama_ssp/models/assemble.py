@@ -15,6 +15,7 @@ from llama_ssp.models.decoder import (
     Attention,
     Block,
     Decoder,
+    ExpertsBranch,
     HeadLayout,
     HeadNorms,
     Mlp,
@@ -140,31 +141,49 @@ class Assembly:
             rows = rows_of(self.shape, Part(place))
             norms[place] = self.norm(rows[0], prefix) if rows else nn.Identity()
         attention = self.delta(prefix) if own.linear else self.attention(prefix, own)
-        mlp = self.experts(prefix) if own.experts else self.dense_mlp(prefix)
+        has_both = own.experts and self.shape.family.dense_too
+        mlp = self.experts(prefix) if own.experts and not has_both else self.dense_mlp(prefix)
+        branch = self.experts_branch(prefix) if has_both else None
+        factor = None
+        if self.shape.family.names.block_scale:
+            factor = self.read_buffer(self.row(Part.block_scale), prefix)
         return_memory()  # parts that were joined, or quantised
-        return Block(attention, mlp, norms, self.shape.residual_scale, self.shape.parallel)
+        return Block(
+            attention,
+            mlp,
+            norms,
+            self.shape.residual_scale,
+            self.shape.parallel,
+            branch=branch,
+            factor=factor,
+        )
 
     def attention(self, prefix: str, own: BlockShape) -> Attention:
         shape = self.shape
-        heads = self.share.heads
-        sinks = self.read(self.row(Part.sinks), prefix) if shape.family.names.sinks else None
+        heads = self.share.heads_of(own.full)
+        of_all = shape.heads_of(own.full)
         counts = [heads.queries, heads.kvs, heads.kvs]
+        if not of_all.has_values:
+            counts.pop()
         if shape.family.gated_attention:
             counts = [heads.queries, *counts]
+        sinks = self.read(self.row(Part.sinks), prefix) if shape.family.names.sinks else None
         layout = HeadLayout(
-            sizes=[count * shape.head_dim for count in counts],
-            head_dim=shape.head_dim,
+            sizes=[count * of_all.head_dim for count in counts],
+            head_dim=of_all.head_dim,
             scores=Scores(scale=shape.scale, window=own.window, softcap=shape.softcap),
             rotary=own.rotary,
+            gated=shape.family.gated_attention,
             in_pairs=shape.family.rotary_pairs,
             norm_turned=shape.family.norm_turned,
             growth=shape.growth,
+            value_epsilon=shape.epsilon if shape.family.normed_values else None,
         )
         return Attention(
-            qkv=self.columns(prefix, Part.qkv),
-            output=self.rows(prefix, Part.output),
+            qkv=self.columns(prefix, Part.qkv, own.full),
+            output=self.rows(prefix, Part.output, own.full),
             heads=layout,
-            norms=self.qk_norms(prefix),
+            norms=self.qk_norms(prefix, own.full),
             sink_H=sinks,
         )
 
@@ -184,12 +203,12 @@ class Assembly:
             epsilon=shape.epsilon,
         )
 
-    def qk_norms(self, prefix: str) -> nn.Module | None:
+    def qk_norms(self, prefix: str, full: bool) -> nn.Module | None:
         shape = self.shape
         if not shape.qk_norm:
             return None
-        query_row = self.row(Part.query_norm)
-        key_row = self.row(Part.key_norm)
+        query_row = self.row(Part.query_norm, full)
+        key_row = self.row(Part.key_norm, full)
         if not shape.family.whole_qk_norm:
             return HeadNorms(query=self.norm(query_row, prefix), key=self.norm(key_row, prefix))
 
@@ -237,6 +256,16 @@ class Assembly:
             return mlp
         return GatedExperts(gate=dense(self.read(self.row(Part.shared_gate), prefix)), mlp=mlp)
 
+    def experts_branch(self, prefix: str) -> ExpertsBranch:
+        """Returns the experts of a block that has a dense MLP, too."""
+        return ExpertsBranch(
+            experts=self.experts(prefix),
+            before=self.norm(self.row(Part.before_experts), prefix),
+            router=self.norm(self.row(Part.router_norm), prefix),
+            after=self.norm(self.row(Part.after_experts), prefix),
+            after_dense=self.norm(self.row(Part.after_dense), prefix),
+        )
+
     def experts(self, prefix: str) -> Experts:
         """Returns the router, which every rank has, and this rank's columns of all experts."""
         shape = self.shape
@@ -253,6 +282,9 @@ class Assembly:
         correction: Tensor | None = None
         if shape.family.names.correction:
             correction = self.read_buffer(self.row(Part.correction), prefix)
+        scale: Tensor | None = None
+        if shape.family.names.expert_scale:
+            scale = self.read(self.row(Part.expert_scale), prefix)
         up, down = self._stacks(self._stacked if clamped else self._one_by_one, prefix)
         gate = Gate(activation=shape.activation, alpha=shape.gate_alpha, limit=shape.gate_limit)
         return Experts(
@@ -262,6 +294,7 @@ class Assembly:
             reduce=self.reduce,
             correction=correction,
             shared=self.shared_experts(prefix),
+            scale=scale,
         )
 
     def _stacks(self, read: ReadExperts, prefix: str) -> tuple[Stack, Stack]:
@@ -300,11 +333,11 @@ class Assembly:
                 up = _apart(self._numbers(up), 1).T
             yield up, self._kept(down, keeps) if isinstance(down, Coded) else self._numbers(down).T
 
-    def columns(self, prefix: str, part: Part) -> nn.Module:
+    def columns(self, prefix: str, part: Part, full: bool = False) -> nn.Module:
         """Returns one layer that is split by its outputs, of one or several rows."""
         weights: list[Tensor | Coded] = []
         biases: list[Tensor] = []
-        for row in rows_of(self.shape, part):
+        for row in rows_of(self.shape, part, full):
             weights.append(self._read_for_product(row, prefix))
             bias = self.read_bias(row, prefix)
             if bias is not None:
@@ -325,9 +358,9 @@ class Assembly:
         each = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
         return Concatenated(list(map(self.form.linear, weights, each)))
 
-    def rows(self, prefix: str, part: Part) -> nn.Module:
+    def rows(self, prefix: str, part: Part, full: bool = False) -> nn.Module:
         """Returns a layer that is split by its inputs; the first rank has the bias."""
-        row = self.row(part)
+        row = self.row(part, full)
         weight = self._read_for_product(row, prefix)
         product = self.form.linear(weight, self.read_bias(row, prefix))
         return product if self.reduce is None else Summed(product, self.reduce)
@@ -342,9 +375,9 @@ class Assembly:
             offset=family.norm_offset,
         )
 
-    def row(self, part: Part) -> TensorRow:
-        """Returns the only row of a part."""
-        (row,) = rows_of(self.shape, part)
+    def row(self, part: Part, full: bool = False) -> TensorRow:
+        """Returns the only row of a part; `full`: of blocks whose heads are those of `Sizes.full`."""
+        (row,) = rows_of(self.shape, part, full)
         return row
 
     def read(self, row: TensorRow, prefix: str = "", name: str = "") -> Tensor:

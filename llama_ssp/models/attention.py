@@ -21,7 +21,15 @@ from torch.nn import functional
 
 from llama_ssp.models.families import family_of
 from llama_ssp.models.passes import sent
-from llama_ssp.models.shape import ALL, FIXED_ALPHA, rotary_kind, rotary_parameters
+from llama_ssp.models.shape import (
+    ALL,
+    FIXED_ALPHA,
+    PROPORTIONAL,
+    layer_config,
+    rotary_kind,
+    rotary_parameters,
+    shape_of,
+)
 
 
 @dataclass(frozen=True)
@@ -259,9 +267,14 @@ class Rotary(nn.Module):
     def of(config: Any, kind: str) -> Rotary:
         """Returns the table of one kind of layer."""
         parameters = rotary_parameters(config)[kind]
-        rope_type = rotary_kind(parameters, family_of(config.model_type))
+        family = family_of(config.model_type)
+        rope_type = rotary_kind(parameters, family)
+        shape = shape_of(config)
+        is_full = any(block.full for block in shape.blocks if block.rotary == kind)
+        head_dim = shape.heads_of(is_full).head_dim
+        if rope_type == PROPORTIONAL:
+            return Rotary(frequency_R=proportional(parameters, head_dim), factor=1.0)
         if rope_type in ("default", FIXED_ALPHA):
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
             if size % 2 and size == head_dim:
                 raise ValueError(f"rotary positions need an even head size, and it is {head_dim}")
@@ -275,12 +288,23 @@ class Rotary(nn.Module):
 
         init = ROPE_INIT_FUNCTIONS[rope_type]
         layer = {} if kind == ALL else {"layer_type": kind}
-        frequency_R, factor = init(config, torch.device("cpu"), **layer)
+        own = layer_config(config, family, is_full)
+        frequency_R, factor = init(own, torch.device("cpu"), **layer)
         if rope_type != "longrope":
             return Rotary(frequency_R=frequency_R, factor=factor)
         limit = int(parameters["original_max_position_embeddings"])
-        long_R, _ = init(config, torch.device("cpu"), seq_len=limit + 1, **layer)
+        long_R, _ = init(own, torch.device("cpu"), seq_len=limit + 1, **layer)
         return Rotary(frequency_R=frequency_R, factor=factor, long_R=long_R, limit=limit)
+
+
+def proportional(parameters: dict[str, Any], head_dim: int) -> Tensor:
+    """Returns frequencies of which only the first are not 0, as many as the parameters say, (D / 2,)."""
+    turned = int(parameters.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    exponent_R = torch.arange(0, 2 * turned, 2).float() / head_dim
+    frequency_R = torch.zeros(head_dim // 2)
+    frequency_R[:turned] = 1.0 / parameters["rope_theta"] ** exponent_R
+    factor: float = parameters.get("factor", 1.0)
+    return frequency_R / factor
 
 
 def rotate(x_THD: Tensor, turn: tuple[Tensor, Tensor], in_pairs: bool = False) -> Tensor:

@@ -158,14 +158,15 @@ def _possible(model: ModelConf, role: str, claimed: QuantisedConfig | None = Non
             found=f"{claimed.name}, which is decoded while it is read" if claimed else "plain weights",
             fix=f"write {role}.dtype=bf16" + ("" if claimed else "; int8 and nf4 quantise plain weights"),
         )
-    if bool(family_of(model.family).names.router) != bool(model.experts):
+    family = family_of(model.family)
+    may_lack = bool(family.experts_key) and not model.experts
+    if bool(family.names.router) != bool(model.experts) and not may_lack:
         raise ModelError(
             "the family has no experts" if model.experts else "the family has experts",
             where=f"{role} {model.name}",
             found=f"{model.family} with {model.experts} experts",
             fix=f"correct {role}.experts, {role}.experts_per_token and {role}.expert_ffn",
         )
-    family = family_of(model.family)
     shared = family.names.shared_down
     is_whole = not model.shared_ffn or (bool(shared) and model.shared_ffn % model.expert_ffn == 0)
     is_whole = is_whole or bool(family.shared_key)

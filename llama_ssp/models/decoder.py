@@ -52,9 +52,13 @@ class Norm(nn.Module):
             bias = None if self.bias is None else self.bias.to(x.dtype)
             y = functional.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.epsilon)
             return y.to(self.weight.dtype)
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (wide * (self.offset + self.weight.float())).to(self.weight.dtype)
+        return (normed(x, self.epsilon) * (self.offset + self.weight.float())).to(self.weight.dtype)
+
+
+def normed(x: Tensor, epsilon: float) -> Tensor:
+    """Returns x over the root of its mean square, in fp32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
 
 
 class HeadNorms(nn.Module):
@@ -100,7 +104,8 @@ class WholeNorms(nn.Module):
 class HeadLayout(NamedTuple):
     """Describes this rank's heads; `sizes` are outputs of the fused layer: queries, keys and values.
 
-    With gates they stand between the queries and the keys, as many as queries.
+    With gates they stand between the queries and the keys, as many as queries. Without values keys, before
+    their norm, are values.
     """
 
     sizes: list[int]
@@ -110,6 +115,8 @@ class HeadLayout(NamedTuple):
     in_pairs: bool = False  # rotary positions turn neighbours
     norm_turned: bool = False  # norms come after the rotary positions
     growth: Growth | None = None  # of queries, with their position
+    value_epsilon: float | None = None  # of the norm of values, which has no weight
+    gated: bool = False
 
 
 class Attention(nn.Module):
@@ -128,12 +135,14 @@ class Attention(nn.Module):
         self.output = output
         self.norms = norms
         self.sizes = heads.sizes
+        self.gated = heads.gated
         self.head_dim = heads.head_dim
         self.scores = heads.scores
         self.rotary = heads.rotary
         self.in_pairs = heads.in_pairs
         self.norm_turned = heads.norm_turned
         self.growth = heads.growth
+        self.value_epsilon = heads.value_epsilon
         self.sinks = None if sink_H is None else nn.Parameter(sink_H, requires_grad=False)
 
     def forward(self, x_TH: Tensor, turns: Turns, cache: LayerCache, places: Places) -> Tensor:
@@ -153,8 +162,12 @@ class Attention(nn.Module):
 
         Returns their queries, (T, H, D), and gates of what they read, (T, H D); None without gates.
         """
-        query, *gates, key, value = self.qkv(x_TH).split(self.sizes, -1)
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key, value))
+        parts = list(self.qkv(x_TH).split(self.sizes, -1))
+        gate = parts.pop(1) if self.gated else None
+        query, key, *others = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        value = others[0] if others else key
+        if self.value_epsilon is not None:
+            value = normed(value, self.value_epsilon).to(value.dtype)
         if self.norms is not None and not self.norm_turned:
             query, key = self.norms(query, key)
         if self.rotary is not None:
@@ -167,7 +180,7 @@ class Attention(nn.Module):
         keys_GND, values_GND = cache
         keys_GND[:, places.slot_T] = key.transpose(0, 1)
         values_GND[:, places.slot_T] = value.transpose(0, 1)
-        return query, gates[0] if gates else None
+        return query, gate
 
 
 def grown(growth: Growth, position_T: Tensor) -> Tensor:
@@ -221,17 +234,53 @@ class Mlp(nn.Module):
         return y_TH
 
 
+class ExpertsBranch(nn.Module):
+    """Experts next to a dense MLP: both read a block's stream, and what each gives is normed and added.
+
+    The router reads the stream by a norm of its own; what that gives is divided by the root of its width.
+    """
+
+    def __init__(
+        self, *, experts: nn.Module, before: Norm, router: Norm, after: Norm, after_dense: Norm
+    ) -> None:
+        super().__init__()
+        self.experts = experts
+        self.before = before
+        self.router = router
+        self.after = after
+        self.after_dense = after_dense
+
+    def forward(self, x_TH: Tensor, dense_TH: Tensor) -> Tensor:
+        """Returns the sum for the stream x_TH and what the dense MLP has made of it."""
+        seen_TH = self.router(x_TH) * x_TH.shape[-1] ** -0.5
+        routed_TH = self.experts(self.before(x_TH).to(dense_TH.dtype), seen_TH.to(dense_TH.dtype))
+        result_TH: Tensor = self.after_dense(dense_TH) + self.after(routed_TH)
+        return result_TH
+
+
 class Block(nn.Module):
     """One layer; a norm that the architecture lacks is an nn.Identity. Attention may be linear (delta.py).
 
     `parallel`: attention and MLP both read x_TH, not one after the other. Where the MLP has no norm of its
     own, it reads attention's normed input. A parallel block has no norm after the MLP and no scale.
+    `branch`: experts next to the MLP; `factor`: of all that the block gives, (1,).
     """
 
+    factor: Tensor | None
+
     def __init__(
-        self, attention: nn.Module, mlp: nn.Module, norms: dict[str, nn.Module], scale: float, parallel: bool
+        self,
+        attention: nn.Module,
+        mlp: nn.Module,
+        norms: dict[str, nn.Module],
+        scale: float,
+        parallel: bool,
+        branch: ExpertsBranch | None = None,
+        factor: Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.branch = branch
+        self.register_buffer("factor", factor, persistent=False)
         self.attention: Any = attention
         self.mlp = mlp
         self.norms = nn.ModuleDict(norms)
@@ -250,7 +299,11 @@ class Block(nn.Module):
             return x_TH + attended_TH + self.mlp(normed_TH)  # type: ignore[no-any-return]
 
         x_TH = self._added(x_TH, attended_TH)
-        return self._added(x_TH, norms["after_mlp"](self.mlp(norms["before_mlp"](x_TH).to(narrow))))
+        y_TH = self.mlp(norms["before_mlp"](x_TH).to(narrow))
+        if self.branch is not None:
+            y_TH = self.branch(x_TH, y_TH)
+        x_TH = self._added(x_TH, norms["after_mlp"](y_TH))
+        return x_TH if self.factor is None else x_TH * self.factor
 
     def _added(self, x_TH: Tensor, change_TH: Tensor) -> Tensor:
         if self.residual_scale != 1.0:

@@ -286,11 +286,13 @@ class Experts(nn.Module):
     """Router, and experts with stacked weights: up (E, 2F, H) is gate and up, down (E, H, F).
 
     `shared` are experts that all tokens go through, and `correction` (E) is added to what chooses experts.
+    The weights of the chosen are multiplied by `scale` (E).
     Over ranks each has some of the F columns of every expert, and the first alone the bias of `down`. The
     router is on every rank, with the same input, so all choose the same experts.
     """
 
     correction: Tensor | None
+    scale: Tensor | None
 
     def __init__(
         self,
@@ -300,6 +302,7 @@ class Experts(nn.Module):
         reduce: Reduce | None,
         correction: Tensor | None = None,
         shared: nn.Module | None = None,
+        scale: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.router = router
@@ -311,7 +314,8 @@ class Experts(nn.Module):
         self.hows = layers.up.how, layers.down.how
         self.up = _parameters(layers.up)
         self.down = _parameters(layers.down)
-        for name, part in {"up_bias": layers.up_bias, "down_bias": layers.down_bias}.items():
+        others = {"up_bias": layers.up_bias, "down_bias": layers.down_bias, "scale": scale}
+        for name, part in others.items():
             self.register_parameter(name, None if part is None else nn.Parameter(part, requires_grad=False))
 
     def extra_repr(self) -> str:
@@ -328,8 +332,9 @@ class Experts(nn.Module):
             pairs=tokens * self.routing.top_k,
         )
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        weight_TK, expert_TK = self._chosen(x_TH)
+    def forward(self, x_TH: Tensor, seen_TH: Tensor | None = None) -> Tensor:
+        """Returns the sum of each token's experts; the router sees `seen_TH`, else what experts are given."""
+        weight_TK, expert_TK = self._chosen(x_TH if seen_TH is None else seen_TH)
         up_how, down_how = self.hows
         y_TH: Tensor = apply(
             x_TH,
@@ -360,6 +365,8 @@ class Experts(nn.Module):
         weight_TK, expert_TK = logit_TE.float().softmax(-1).topk(self.routing.top_k, -1)
         if self.routing.normed:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+        if self.scale is not None:
+            weight_TK = weight_TK * self.scale[expert_TK].float()
         return weight_TK.to(x_TH.dtype), expert_TK
 
     def _chosen_in_groups(self, x_TH: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:

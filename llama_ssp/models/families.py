@@ -63,6 +63,13 @@ class Names:
     shared_down: str = ""
     shared_gate: str = ""  # of what these experts give, a number for each token
     delta: DeltaNames | None = None  # of layers with linear attention
+    # Of blocks with a dense MLP and experts: norms of what the MLP gives, and of what experts take and give.
+    after_dense: str = ""
+    before_experts: str = ""
+    after_experts: str = ""
+    router_norm: str = ""  # the weight of the norm of what the router takes
+    expert_scale: str = ""  # a factor for each expert, of its weight
+    block_scale: str = ""  # a factor of what a block gives
 
 
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -176,6 +183,19 @@ IN_WHOLE = (
     ("language_model.layers", "layers"),
     ("language_model.norm", "norm"),
 )
+GEMMA4_NAMES = replace(
+    SANDWICHED,
+    qk_norm=QK_NORMS,
+    router="router.proj",
+    expert_up=("experts.{}.gate_proj", "experts.{}.up_proj"),
+    expert_down="experts.{}.down_proj",
+    after_dense="post_feedforward_layernorm_1",
+    before_experts="pre_feedforward_layernorm_2",
+    after_experts="post_feedforward_layernorm_2",
+    router_norm="router.scale",
+    expert_scale="router.per_expert_scale",
+    block_scale="layer_scalar",
+)
 GPT_OSS_NAMES = Names(
     sinks="self_attn.sinks",
     router="mlp.router",
@@ -221,6 +241,7 @@ class Family:
     grouped: bool = True  # config.json has a number of KV heads and a head size
     multi_query: bool = False  # one KV head, and a norm less, where config.json does not say otherwise
     softcap: bool = False  # of scores and logits
+    logit_cap: float | None = None  # of logits alone, in published models
     masks_inside: bool = False  # attention makes its own masks, from slot numbers, and fp32 scores
     window: Window | None = None
 
@@ -244,6 +265,9 @@ class Family:
     qkv_by_group: bool = False  # fused: queries, key and value of the first KV head, then of the next
     parallel: tuple[str, ...] = ()  # keys of the config; if one is set, attention and MLP have one input
     in_parallel: bool = False  # attention and MLP have one input, whatever the config says
+    full_heads: bool = False  # layers that see the whole text may have heads of other numbers and sizes
+    values_key: str = ""  # of the config: in these layers keys, before their norm, are values
+    normed_values: bool = False  # values have a norm without a weight
     whole_qk_norm: bool = False  # over all heads of a token at once
     norm_by_head: bool = False  # norms of queries and keys have weights of their own for each head
     norm_turned: bool = False  # norms of queries and keys come after the rotary positions
@@ -258,12 +282,16 @@ class Family:
     rotary_in_windows: bool = False  # of a model with a window, only layers with it have rotary positions
     fixed_alpha: bool = False  # rotary positions of type `dynamic` with an `alpha` have a fixed base
     normed_top: str | None = None  # of the config: experts' weights sum to one; None: always
+    experts_key: str = ""  # of the config: whether there are experts, which names have; else there are
+    expert_keys: tuple[str, str] = ("num_local_experts", "num_experts_per_tok")  # how many; how many a token
+    dense_too: bool = False  # a block with experts has a dense MLP, too: both read its stream, and are added
     first_dense: str = ""  # key of the config: how many of the first layers have no experts; by default one
     shared_key: str = ""  # of the width of experts that all tokens go through, in place of their number
     unread: tuple[str, ...] = ()  # how names of tensors begin that are not read: multi-token prediction
     sigmoids: bool = False  # experts are chosen in groups, and weighed, by sigmoids of the router's logits
     clamped: bool = False  # experts interleave gate and up, clamp both, and weigh after the choice
-    needs: Mapping[str, object] = field(default_factory=dict)  # values of the config that decoder.py has
+    # Values of the config that decoder.py has; of a key with several it is a tuple, the usual one first.
+    needs: Mapping[str, object] = field(default_factory=dict)
     gguf: Gguf = NOT_READ
 
     def biases(self, config: Mapping[str, Any]) -> tuple[bool | None, bool | None]:
@@ -277,6 +305,27 @@ class Family:
         said = config.get(key) if key else None
         usual = {name.rpartition(".")[2] in self.biased for name in names if name}
         return None if said is None or usual == {bool(said)} else bool(said)
+
+    def lacking(self, value_of: Callable[[str, object], object]) -> str | None:
+        """Returns what a config has that decoder.py lacks, as `key: found`; None if it lacks nothing.
+
+        `value_of` gives the config's value of a key, or else the second argument.
+        """
+        for key, value in self.needs.items():
+            known = value if isinstance(value, tuple) else (value,)
+            found = value_of(key, known[0])
+            if (found or None) not in [each or None for each in known]:  # null, false and 0 say the same
+                return f"{key}: {found}"
+        return None
+
+    @property
+    def needed(self) -> dict[str, object]:
+        """Returns a value of each key of `needs` that decoder.py has."""
+        return {key: value[0] if isinstance(value, tuple) else value for key, value in self.needs.items()}
+
+    def has_experts(self, said: object) -> bool:
+        """Returns whether layers have experts, by what the config says at the row's key."""
+        return bool(self.names.router) and (not self.experts_key or bool(said))
 
     def qk_norm(self, said: bool | None) -> bool:
         """Returns whether queries and keys have norms, by what the config says at the row's key."""
@@ -339,6 +388,17 @@ FAMILIES = {
         norm_offset=1, scaled_embedding=True, rotary_kinds=2, tied=True,
         names=replace(SANDWICHED, qk_norm=QK_NORMS), scale_key="query_pre_attn_scalar",
         gguf=Gguf(architecture="gemma3", other_scale=62, space_before=False, scored=False),
+    ),
+    # E models, with embeddings for each layer and layers that share keys, run by transformers' module.
+    "gemma4_text": Family(
+        bias_keys=ATTENTION_BIAS, logit_cap=30.0, window=Window(default=512, partial=True),
+        scaled_embedding=True, rotary_kinds=2, tied=True, names=GEMMA4_NAMES, full_heads=True,
+        values_key="attention_k_eq_v", normed_values=True, plain_scores=True,
+        experts_key="enable_moe_block", expert_keys=("num_experts", "top_k_experts"), dense_too=True,
+        needs={
+            "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+            "use_bidirectional_attention": (None, "vision"),  # of a text each token sees those before it
+        },
     ),
     "glm4": Family(
         biased=QKV, bias_keys=ATTENTION_BIAS, unbiased_output=True, rotary=0.5, rotary_pairs=True,
@@ -439,6 +499,15 @@ READ_TOGETHER_BEYOND = {"doge": "keep_window_size"}
 MTP_LAYERS = "num_nextn_predict_layers"
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of how many there are in a layer
+
+# Kinds of layers: those that see the whole text, and those with a window.
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+def full_layers(layers: int, count: int) -> tuple[int, ...]:
+    """Returns which of the layers see the whole text if `count` of them do: evenly, and the last one."""
+    return tuple(n for n in range(layers) if (n + 1) * count // layers > n * count // layers)
 
 
 def expert_layers(layers: int, dense: Collection[int], step: int) -> list[bool]:

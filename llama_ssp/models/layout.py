@@ -21,8 +21,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 from llama_ssp.config import ModelConf
-from llama_ssp.models.families import Family, family_of
-from llama_ssp.models.formats.kept import names_of
+from llama_ssp.models.families import Family, family_of, full_layers
+from llama_ssp.models.formats.kept import in_full_layers, names_of
 from llama_ssp.models.sharding import (
     COLUMNS,
     ROWS,
@@ -86,10 +86,16 @@ class Part(StrEnum):
     shared_up = auto()  # of experts that all tokens go through
     shared_down = auto()
     shared_gate = auto()
+    router_norm = auto()  # of what the router takes
+    expert_scale = auto()  # a factor of each expert's weight
+    before_experts = auto()
+    after_experts = auto()
+    after_dense = auto()  # of a dense MLP next to experts
     before_attention = auto()
     after_attention = auto()
     before_mlp = auto()
     after_mlp = auto()
+    block_scale = auto()  # a factor of what a block gives
     norm = auto()
     head = auto()
 
@@ -185,6 +191,16 @@ class DeltaSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockHeads:
+    """The heads of some blocks; all blocks have as many query heads."""
+
+    blocks: tuple[int, ...]
+    n_kv: int
+    head_dim: int
+    has_values: bool = True  # else keys, before their norm, are values
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The integers and flags of a model that decide which tensors it has."""
 
@@ -209,11 +225,25 @@ class Sizes:
     trained_head: HeadSizes | None = None
     delta: DeltaSizes | None = None  # of the blocks `linear`
     linear: tuple[int, ...] = ()  # the blocks whose attention is linear, and keeps a state
+    full: BlockHeads | None = None  # of blocks that see the whole text, where their heads differ from others
 
     @property
     def attending(self) -> tuple[int, ...]:
         """Returns the blocks whose attention keeps keys and values."""
         return tuple(block for block in range(self.n_layers) if block not in self.linear)
+
+    @property
+    def heads(self) -> tuple[BlockHeads, ...]:
+        """Returns the kinds of heads: those of most blocks, and those of `full`."""
+        others = () if self.full is None else self.full.blocks
+        blocks = tuple(block for block in self.attending if block not in others)
+        usual = BlockHeads(blocks=blocks, n_kv=self.n_kv, head_dim=self.head_dim)
+        return (usual,) if self.full is None else (usual, self.full)
+
+    def heads_of(self, full: bool) -> BlockHeads:
+        """Returns the heads of most blocks, or of those of `full`."""
+        usual, *others = self.heads
+        return others[0] if full else usual
 
     def prefix(self, block: int) -> str:
         """Returns what the names of a block's tensors begin with."""
@@ -250,6 +280,7 @@ class TensorRow:
     stacked: bool = False  # all experts are in one tensor, with inputs before outputs
     by_channel: bool = False  # a convolution that sees one channel: on disk (outputs, 1, inputs)
     wide: bool = False  # in fp32 at least, whatever the number format
+    full: bool = False  # of the blocks whose heads are those of `Sizes.full`
     in_gguf: str = ""  # its name where a checkpoint's codes are listed (formats/kept.py)
 
     @property
@@ -284,6 +315,7 @@ class Share:
     world: int
     rank: int
     heads: Heads
+    full: Heads | None  # of the blocks of `Sizes.full`
     columns: Span  # of the MLP
     expert_columns: Span  # of each expert
     shared_columns: Span  # of the experts that all tokens go through
@@ -292,12 +324,17 @@ class Share:
     first_token: int  # whose row is the first of these
     delta_heads: Heads  # of linear attention: of values, and of keys
 
+    def heads_of(self, full: bool) -> Heads:
+        """Returns the heads of most blocks, or of those of `Sizes.full`."""
+        return self.full if full and self.full is not None else self.heads
+
     def first_of_equal_size(self) -> Share:
         """Returns the first share that has as many of everything; the first rank alone adds some biases."""
         return replace(
             self,
             rank=min(self.rank, 1),
-            heads=Heads(query=(0, self.heads.queries), kv=(0, self.heads.kvs)),
+            heads=self.heads.first(),
+            full=None if self.full is None else self.full.first(),
             columns=(0, length(self.columns)),
             expert_columns=(0, length(self.expert_columns)),
             vocab=(0, length(self.vocab)),
@@ -309,11 +346,13 @@ class Share:
     def spans(self, row: TensorRow) -> list[Span]:
         """Returns which of the row's outputs, or inputs, this rank has."""
         sizes = self.sizes
-        head_dim = sizes.head_dim
+        heads = self.heads_of(row.full)
+        of_all = sizes.heads_of(row.full)
+        head_dim = of_all.head_dim
         queries = sizes.n_heads * head_dim
-        keys = sizes.n_kv * head_dim
-        query = times(self.heads.query, head_dim)
-        key = times(self.heads.kv, head_dim)
+        keys = of_all.n_kv * head_dim
+        query = times(heads.query, head_dim)
+        key = times(heads.kv, head_dim)
         match row.split:
             case Split.whole:
                 return [(0, row.outputs)]
@@ -322,20 +361,20 @@ class Share:
             case Split.vocabulary:
                 return [self.vocab]
             case Split.heads:
-                return [self.heads.query]
+                return [heads.query]
             case Split.kv_heads:
-                return [self.heads.kv]
+                return [heads.kv]
             case Split.queries | Split.head_inputs:
                 return [query]
             case Split.gated_queries:
-                spans = [times((2 * head, 2 * head + 1), head_dim) for head in range(*self.heads.query)]
+                spans = [times((2 * head, 2 * head + 1), head_dim) for head in range(*heads.query)]
                 return [*spans, *(shifted(span, head_dim) for span in spans)]
             case Split.keys:
                 return [key]
             case Split.qkv:
                 return [query, shifted(key, queries), shifted(key, queries + keys)]
             case Split.qkv_by_group:
-                return [times(span, head_dim) for span in _grouped_heads(sizes, self.heads)]
+                return [times(span, head_dim) for span in _grouped_heads(sizes, heads)]
             case Split.columns | Split.column_inputs:
                 return [self.columns]
             case Split.gated_columns:
@@ -470,11 +509,15 @@ def share_of(sizes: Sizes, world: int = 1, rank: int = 0, drafts: bool = False) 
     delta_heads = Heads(query=(0, 0), kv=(0, 0))
     if sizes.delta is not None:
         delta_heads = head_ranges(sizes.delta.value_heads, sizes.delta.key_heads, world, rank)
+    full = None
+    if sizes.full is not None:
+        full = head_ranges(sizes.n_heads, sizes.full.n_kv, world, rank)
     return Share(
         sizes=sizes,
         world=world,
         rank=rank,
         heads=head_ranges(sizes.n_heads, sizes.n_kv, world, rank),
+        full=full,
         columns=mlp_share(sizes.ffn, world, rank),
         expert_columns=mlp_share(sizes.expert_ffn, world, rank) if sizes.sparse else (0, 0),
         shared_columns=mlp_share(sizes.shared_ffn, world, rank) if sizes.shared_ffn else (0, 0),
@@ -506,6 +549,14 @@ def sizes_of_model(model: ModelConf) -> Sizes:
             value_dim=model.linear_value_dim,
             kernel=model.linear_kernel,
         )
+    full = None
+    if model.full_layers:
+        full = BlockHeads(
+            blocks=full_layers(model.n_layers, model.full_layers),
+            n_kv=model.full_kv_heads,
+            head_dim=model.full_head_dim,
+            has_values=not model.keys_are_values,
+        )
     position_rows = 0
     if family.position_rows is not None:
         position_rows = model.context + family.position_rows
@@ -531,6 +582,7 @@ def sizes_of_model(model: ModelConf) -> Sizes:
         trained_head=trained_head,
         delta=delta,
         linear=linear_blocks(model.n_layers, model.linear_layers),
+        full=full,
     )
 
 
@@ -552,9 +604,9 @@ def layout(sizes: Sizes) -> tuple[TensorRow, ...]:
     return tuple(row for row in rows if row.blocks is None or row.blocks)
 
 
-def rows_of(sizes: Sizes, part: Part) -> list[TensorRow]:
-    """Returns the rows of a part."""
-    return [row for row in layout(sizes) if row.part is part]
+def rows_of(sizes: Sizes, part: Part, full: bool = False) -> list[TensorRow]:
+    """Returns the rows of a part; `full`: those of blocks whose heads are those of `Sizes.full`."""
+    return [row for row in layout(sizes) if row.part is part and row.full == full]
 
 
 def tensors_on_disk(sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -616,42 +668,54 @@ def _model(sizes: Sizes) -> Iterator[TensorRow]:
 
 def _attention(sizes: Sizes, inputs: int | None = None) -> Iterator[TensorRow]:
     """`inputs`: of queries, keys and values, where these are not the model's width."""
+    for heads in sizes.heads:
+        yield from _attention_of(sizes, heads, inputs or sizes.dim)
+
+
+def _attention_of(sizes: Sizes, heads: BlockHeads, inputs: int) -> Iterator[TensorRow]:
+    """Yields the rows of blocks with these heads."""
     family = sizes.family
     names = family.names
-    every = sizes.attending
-    queries = sizes.n_heads * sizes.head_dim
-    keys = sizes.n_kv * sizes.head_dim
+    is_full = heads is sizes.full
+    queries = sizes.n_heads * heads.head_dim
+    keys = heads.n_kv * heads.head_dim
     in_gguf = names_of(names)
+    if is_full:
+        in_gguf = in_full_layers(in_gguf)
 
     splits = [(queries, Split.queries), (keys, Split.keys), (keys, Split.keys)]
     if family.gated_attention:
         splits[0] = (2 * queries, Split.gated_queries)
     if len(names.qkv) == 1:
         splits = [(queries + 2 * keys, Split.qkv_by_group if family.qkv_by_group else Split.qkv)]
-    for name, (outputs, split) in zip(names.qkv, splits, strict=True):
+    named = list(zip(names.qkv, splits, strict=True))
+    if not heads.has_values:
+        named.pop()
+    for name, (outputs, split) in named:
         yield TensorRow(
             part=Part.qkv,
             group=LAYERS,
             weight=f"{name}.weight",
             bias=f"{name}.bias" if sizes.is_biased(name, sizes.attention_bias) else "",
             outputs=outputs,
-            inputs=inputs or sizes.dim,
+            inputs=inputs,
             split=split,
-            blocks=every,
+            blocks=heads.blocks,
+            full=is_full,
             in_gguf=in_gguf[name],
         )
     if sizes.qk_norm:
         query_name, key_name = names.qk_norm
-        query = _norm(sizes, Part.query_norm, query_name, size=sizes.head_dim, blocks=every)
-        key = _norm(sizes, Part.key_norm, key_name, size=sizes.head_dim, blocks=every)
+        query = _norm(sizes, Part.query_norm, query_name, size=heads.head_dim, blocks=heads.blocks)
+        key = _norm(sizes, Part.key_norm, key_name, size=heads.head_dim, blocks=heads.blocks)
         if family.whole_qk_norm:
             query = replace(query, outputs=queries, split=Split.queries)
             key = replace(key, outputs=keys, split=Split.keys)
         elif family.norm_by_head:  # (heads, head_dim)
-            query = replace(query, outputs=sizes.n_heads, inputs=sizes.head_dim, split=Split.heads)
-            key = replace(key, outputs=sizes.n_kv, inputs=sizes.head_dim, split=Split.kv_heads)
-        yield query
-        yield key
+            query = replace(query, outputs=sizes.n_heads, inputs=heads.head_dim, split=Split.heads)
+            key = replace(key, outputs=heads.n_kv, inputs=heads.head_dim, split=Split.kv_heads)
+        yield replace(query, full=is_full)
+        yield replace(key, full=is_full)
     if names.sinks:
         yield TensorRow(
             part=Part.sinks,
@@ -659,7 +723,8 @@ def _attention(sizes: Sizes, inputs: int | None = None) -> Iterator[TensorRow]:
             weight=names.sinks,
             outputs=sizes.n_heads,
             split=Split.heads,
-            blocks=every,
+            blocks=heads.blocks,
+            full=is_full,
         )
     said = False if family.unbiased_output else sizes.attention_bias
     yield TensorRow(
@@ -670,7 +735,8 @@ def _attention(sizes: Sizes, inputs: int | None = None) -> Iterator[TensorRow]:
         outputs=sizes.dim,
         inputs=queries,
         split=Split.head_inputs,
-        blocks=every,
+        blocks=heads.blocks,
+        full=is_full,
         in_gguf=in_gguf[names.output],
     )
 
@@ -740,7 +806,8 @@ def _delta(sizes: Sizes) -> Iterator[TensorRow]:
 
 def _mlp(sizes: Sizes) -> Iterator[TensorRow]:
     names = sizes.family.names
-    dense = tuple(block for block in range(sizes.n_layers) if block not in sizes.sparse)
+    every = range(sizes.n_layers)
+    dense = tuple(block for block in every if sizes.family.dense_too or block not in sizes.sparse)
     is_fused = sizes.family.fused_mlp  # gate and up are one matrix on disk
     in_gguf = names_of(names)
     for name in names.up:
@@ -797,6 +864,14 @@ def _experts(sizes: Sizes) -> Iterator[TensorRow]:
         inputs=sizes.dim,
         blocks=sizes.sparse,
     )
+    if names.expert_scale:
+        yield TensorRow(
+            part=Part.expert_scale,
+            group=LAYERS,
+            weight=names.expert_scale,
+            outputs=sizes.experts,
+            blocks=sizes.sparse,
+        )
     if names.correction:
         yield TensorRow(
             part=Part.correction,
@@ -835,6 +910,22 @@ def _experts(sizes: Sizes) -> Iterator[TensorRow]:
     )
     if sizes.shared_ffn:
         yield from _shared_experts(sizes)
+    if sizes.family.dense_too:
+        yield from _norms_of_experts(sizes)
+
+
+def _norms_of_experts(sizes: Sizes) -> Iterator[TensorRow]:
+    """The norms of blocks with experts and a dense MLP, apart from those that every block has."""
+    names = sizes.family.names
+    yield TensorRow(
+        part=Part.router_norm,
+        group=NORMS,
+        weight=names.router_norm,
+        outputs=sizes.dim,
+        blocks=sizes.sparse,
+    )
+    for part in (Part.before_experts, Part.after_experts, Part.after_dense):
+        yield _norm(sizes, part, getattr(names, part), blocks=sizes.sparse)
 
 
 def _shared_experts(sizes: Sizes) -> Iterator[TensorRow]:
@@ -878,6 +969,14 @@ def _block_norms(sizes: Sizes) -> Iterator[TensorRow]:
     for place, name in zip(BLOCK_NORMS, sizes.norms, strict=True):
         if name:
             yield _norm(sizes, Part(place), name, blocks=every)
+    if sizes.family.names.block_scale:
+        yield TensorRow(
+            part=Part.block_scale,
+            group=BUFFERS,
+            weight=sizes.family.names.block_scale,
+            outputs=1,
+            blocks=every,
+        )
 
 
 def _norm(
@@ -958,7 +1057,13 @@ def states(share: Share) -> tuple[StateRow, ...]:
     """Returns what this rank's cache keeps."""
     sizes = share.sizes
     rows = [
-        StateRow(name=name, heads=share.heads.kvs, width=sizes.head_dim, blocks=sizes.attending)
+        StateRow(
+            name=name,
+            heads=share.heads_of(heads is sizes.full).kvs,
+            width=heads.head_dim,
+            blocks=heads.blocks,
+        )
+        for heads in sizes.heads
         for name in (KEYS, VALUES)
     ]
     delta = sizes.delta
@@ -1000,9 +1105,11 @@ CacheShape = tuple[int, int] | DeltaShape  # KV heads and their width, or what a
 def cache_shapes(share: Share) -> list[CacheShape]:
     """Returns what a cache keeps of each block; values have the shape of keys."""
     sizes = share.sizes
-    rows = {row.name: row for row in states(share)}
-    keys = rows[KEYS]
-    shapes: list[CacheShape] = [(keys.heads, keys.width)] * sizes.n_layers
+    every = states(share)
+    shapes: dict[int, CacheShape] = {
+        block: (row.heads, row.width) for row in every if row.name == KEYS for block in row.blocks
+    }
+    rows = {row.name: row for row in every}
     for block in sizes.linear:
         assert sizes.delta is not None
         shapes[block] = DeltaShape(
@@ -1012,4 +1119,4 @@ def cache_shapes(share: Share) -> list[CacheShape]:
             channels=rows[TAILS].width,
             tail=rows[TAILS].tail,
         )
-    return shapes
+    return [shapes[block] for block in range(sizes.n_layers)]

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from llama_ssp.models.quantization import QUANTISED, choose_kernels, settings
 from llama_ssp.models.safetensors_io import Files, ReadWatch, WatchedSource, bytes_on_disk, unwatched
 from llama_ssp.models.self_check import require_faithful
 from llama_ssp.models.shape import reason_against
-from llama_ssp.models.sharding import require_quantised, require_transformers, unsplit
+from llama_ssp.models.sharding import kinds_of_heads, require_quantised, require_transformers, unsplit
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.models.synthetic import SyntheticSource, config_for, fill_module, require_filled
 from llama_ssp.models.wrapped import BEGINNINGS, WHOLE, kind_left_out, naming
@@ -106,7 +107,8 @@ def load(
 
     kind = stepped(device) if form.kernels is Kernels.all else DecoderModel
     decoder_model = kind(layers, config, model.name, ranks)
-    if form.kernels is Kernels.codes and device.type == "cpu" and attends_on_cpu(model.head_dim):
+    all_attend = all(attends_on_cpu(size) for _, size in kinds_of_heads(model))
+    if form.kernels is Kernels.codes and device.type == "cpu" and all_attend:
         # A token's logits are then the same in a pass of one token and of several.
         decoder_model.attend = attention_kernel.attend
     return decoder_model
@@ -160,9 +162,10 @@ def load_module(model: ModelConf, path: Path | None, dtype: Dtype, device: torch
 
 
 def tried(causal: CausalModel) -> CausalModel:
-    """Returns the model, after the trial of a family that is not tested."""
+    """Returns the model, after the trial of one that the decoder does not have."""
     config = causal.module.config
-    if config.model_type not in TESTED_FAMILIES or getattr(config, "alibi", False):  # as some falcons have
+    lacking = family_of(config.model_type).lacking(partial(getattr, config))
+    if config.model_type not in TESTED_FAMILIES or lacking:
         require_faithful(causal)
     return causal
 

@@ -42,9 +42,9 @@ def require_supported(path: Path) -> Any:
     known, values = kept("config", json.dumps([path.suffix, read_config(path)]), partial(_values, path))
     config = type("KeptConfig", (SimpleNamespace,), dict.fromkeys(known))(**values)
     kinds = {parameters.get("rope_type", "default") for parameters in rotary_parameters(config).values()}
-    if kinds <= {"default"}:
+    if kinds <= {"default"} and not hasattr(config, "per_layer_config"):
         return config
-    return hub_config(path)  # scaled positions need its class
+    return hub_config(path)  # scaled positions, and sizes of single layers, need its class
 
 
 def _values(path: Path) -> tuple[list[str], dict[str, Any]]:

@@ -1,18 +1,22 @@
 """What decoder.py needs to know of one model: numbers, from its config and its family's row. No torch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from llama_ssp.models.families import EXPERTS, FAMILIES, Family, expert_layers
-from llama_ssp.models.layout import BLOCK_NORMS, DeltaSizes, Sizes
-from llama_ssp.models.sizes import LINEAR, SCALED_FROM
+from llama_ssp.models.families import EXPERTS, FAMILIES, SLIDING, Family, expert_layers
+from llama_ssp.models.layout import BLOCK_NORMS, BlockHeads, DeltaSizes, Sizes
+from llama_ssp.models.sizes import GLOBAL_HEAD_DIM, LINEAR, SCALED_FROM, full_places
 
 ALL = "all"  # the kind of rotary positions where there is one
-LOCAL = ("sliding_attention", "local")  # kinds of layers with a window
+LOCAL = (SLIDING, "local")  # kinds of layers with a window
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 ACTIVATIONS = ("hidden_activation", "activation_function", "activation", "hidden_act")
 SCALED_AT_RUN_TIME = ("dynamic",)  # kinds of rotary positions that follow the longest text of a pass
 FIXED_ALPHA = "fixed alpha"  # with d numbers a head, the base is theta * alpha^(d / (d - 2))
+PROPORTIONAL = "proportional"  # turns number i of a head with number D/2 + i, most of them by an angle of 0
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class BlockShape:
     rotary: str | None  # a key of the decoder's rotary tables; None: no rotary positions
     experts: bool
     linear: bool = False  # attention is linear, and keeps a state
+    full: bool = False  # its heads are those of `Sizes.full`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +74,8 @@ def reason_against(config: Any) -> str | None:
     family = FAMILIES.get(config.model_type)
     if family is None:
         return f"model_type: {config.model_type}"
-    for key, value in family.needs.items():
-        if (getattr(config, key, value) or None) != (value or None):  # null, false and 0 say the same
-            return f"{key}: {getattr(config, key)}"
+    if lacking := family.lacking(partial(getattr, config)):
+        return lacking
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
         return f"word_embed_proj_dim: {config.word_embed_proj_dim}"
     kinds = {rotary_kind(parameters, family) for parameters in rotary_parameters(config).values()}
@@ -87,8 +91,11 @@ def shape_of(config: Any) -> Shape:
     """Returns the shape of a model for which `reason_against` finds nothing."""
     family = FAMILIES[config.model_type]
     n_heads = int(config.num_attention_heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
-    experts = int(_first(config, EXPERTS) or 0) if family.names.router else 0
+    usual = layer_config(config, family, full=False)
+    head_dim = int(getattr(usual, "head_dim", None) or config.hidden_size // n_heads)
+    experts = 0
+    if family.has_experts(_said(config, family.experts_key)):
+        experts = int(_first(config, EXPERTS) or 0)
     ffn = int(getattr(config, family.mlp_key) or 4 * config.hidden_size)
     linear = _linear_blocks(config, family)
 
@@ -128,7 +135,10 @@ def shape_of(config: Any) -> Shape:
         shared_ffn = int(getattr(config, family.shared_key))
     elif family.names.shared_down:
         shared_ffn = expert_ffn * int(config.n_shared_experts)
-    blocks = _blocks(config, family, bool(experts), linear)
+    n_kv = _kv_heads(usual, family, n_heads)
+    full = _full_heads(config, family, (n_kv, head_dim))
+    in_full = () if full is None else full.blocks
+    blocks = _blocks(config, family, has_experts=bool(experts), linear=linear, full=in_full)
     position_rows = 0
     if family.position_rows is not None:
         position_rows = int(config.max_position_embeddings) + family.position_rows
@@ -139,7 +149,7 @@ def shape_of(config: Any) -> Shape:
         vocab=int(config.vocab_size),
         n_layers=len(blocks),
         n_heads=n_heads,
-        n_kv=_kv_heads(config, family, n_heads),
+        n_kv=n_kv,
         head_dim=head_dim,
         ffn=ffn,
         expert_ffn=expert_ffn,
@@ -152,6 +162,7 @@ def shape_of(config: Any) -> Shape:
         qk_norm=family.qk_norm(_said(config, family.qk_norm_key)),
         attention_bias=_said(config, family.bias_keys[0]),
         mlp_bias=_said(config, family.bias_keys[1]),
+        full=full,
         blocks=blocks,
         scale=_score_scale(config, family, head_dim),
         growth=_growth(config, family),
@@ -163,7 +174,7 @@ def shape_of(config: Any) -> Shape:
         parallel=family.in_parallel or any(getattr(config, key) for key in family.parallel),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         experts=experts,
-        top_k=int(getattr(config, "num_experts_per_tok", 0) or 0),
+        top_k=int(getattr(config, family.expert_keys[1], 0) or 0),
         normed_top=family.normed_top is None or bool(getattr(config, family.normed_top)),
         groups=groups,
         gate_alpha=gate_alpha,
@@ -227,7 +238,7 @@ def _delta_sizes(config: Any) -> DeltaSizes:
 
 
 def _blocks(
-    config: Any, family: Family, has_experts: bool, linear: tuple[int, ...] = ()
+    config: Any, family: Family, *, has_experts: bool, linear: tuple[int, ...], full: Collection[int]
 ) -> tuple[BlockShape, ...]:
     """Returns what each block has: a window, a table of rotary positions, experts."""
     count = int(config.num_hidden_layers)
@@ -264,9 +275,48 @@ def _blocks(
                 rotary=None if layer in linear else table,
                 experts=has_experts and sparse[layer],
                 linear=layer in linear,
+                full=layer in full,
             )
         )
     return tuple(blocks)
+
+
+def layer_config(config: Any, family: Family, full: bool) -> Any:
+    """Returns the config of layers that see the whole text, or of others, where their heads may differ."""
+    if not family.full_heads:
+        return config
+    places = full_places(config.layer_types, len(config.layer_types))
+    if not full:
+        others = [n for n in range(len(config.layer_types)) if n not in places]
+        places = tuple(others) or places
+    if hasattr(config, "per_layer_config"):
+        return config.per_layer_config[places[0]]
+
+    # transformers before 5.23
+    kvs = config.num_key_value_heads
+    head_dim = config.head_dim
+    if full:
+        head_dim = getattr(config, "global_head_dim", None) or GLOBAL_HEAD_DIM
+        if getattr(config, family.values_key):
+            kvs = getattr(config, "num_global_key_value_heads", None) or kvs
+    return SimpleNamespace(num_key_value_heads=kvs, head_dim=head_dim)
+
+
+def _full_heads(config: Any, family: Family, usual: tuple[int, int]) -> BlockHeads | None:
+    """Returns the heads of layers that see the whole text; None where they are as others are."""
+    if not family.full_heads:
+        return None
+    own = layer_config(config, family, full=True)
+    heads = int(own.num_key_value_heads), int(own.head_dim)
+    has_values = not getattr(config, family.values_key)
+    if has_values and heads == usual:
+        return None
+    return BlockHeads(
+        blocks=full_places(config.layer_types, len(config.layer_types)),
+        n_kv=heads[0],
+        head_dim=heads[1],
+        has_values=has_values,
+    )
 
 
 def _kv_heads(config: Any, family: Family, n_heads: int) -> int:

@@ -39,6 +39,10 @@ class Heads:
     def kvs(self) -> int:
         return length(self.kv)
 
+    def first(self) -> "Heads":
+        """Returns as many heads, from the first on."""
+        return Heads(query=(0, self.queries), kv=(0, self.kvs))
+
 
 def times(span: Span, size: int) -> Span:
     return span[0] * size, span[1] * size
@@ -128,15 +132,22 @@ class Cut:
 
 
 def is_planned(model: ModelConf) -> bool:
-    return model.family in TESTED_FAMILIES
+    """Returns whether the decoder runs it, so that it is split, compiled and planned."""
+    return model.family in TESTED_FAMILIES and not model.lacking
+
+
+def architecture(model: ModelConf) -> str:
+    """Returns the name of the architecture, with what of its config the decoder does not have."""
+    return f"{model.family} with {model.lacking}" if model.lacking else model.family
 
 
 def require_split(model: ModelConf, world: int, role: str = "model") -> None:
     """Refuses a model that cannot be split over `world` ranks: on every rank, before a file is opened."""
     where = f"{role} {model.name}"
     if not is_planned(model):
-        raise unsplit(where, model.family, "run it in one process, a draft with placement=leader")
-    head_ranges(model.n_heads, model.n_kv_heads, world, 0, where)
+        raise unsplit(where, architecture(model), "run it in one process, a draft with placement=leader")
+    for kvs, _ in kinds_of_heads(model):
+        head_ranges(model.n_heads, kvs, world, 0, where)
     if model.linear_layers:
         head_ranges(model.linear_value_heads, model.linear_key_heads, world, 0, f"{where}, linear attention")
     for width in _dense_widths(model):
@@ -153,27 +164,38 @@ def unsplit(where: str, family: str, fix: str = "run it in one process") -> Mode
     )
 
 
+def kinds_of_heads(model: ModelConf) -> list[tuple[int, int]]:
+    """Returns the KV heads and their size, of most layers and of those that see the whole text."""
+    usual = (model.n_kv_heads, model.head_dim)
+    return [usual, (model.full_kv_heads, model.full_head_dim)] if model.full_layers else [usual]
+
+
 def _dense_widths(model: ModelConf) -> list[int]:
     """Returns the widths of MLPs, of which a model whose layers all have experts may have none."""
     shared = [model.shared_ffn] if model.shared_ffn else []
-    return shared if model.experts and not model.dense_layers else [model.ffn, *shared]
+    has_none = model.experts and not model.dense_layers and not family_of(model.family).dense_too
+    return shared if has_none else [model.ffn, *shared]
 
 
 def require_quantised(model: ModelConf, world: int = 1) -> None:
     """Refuses nf4 for a model whose layers, or a rank's parts of them, are not whole blocks."""
     if model.dtype is not Dtype.nf4:
         return
-    parts = [head_ranges(model.n_heads, model.n_kv_heads, world, rank) for rank in range(world)]
+    heads = {
+        head_ranges(model.n_heads, kvs, world, rank).queries * size
+        for rank in range(world)
+        for kvs, size in kinds_of_heads(model)
+    }
     inputs = {
         "dim": {model.dim},
-        "heads of a rank": {part.queries * model.head_dim for part in parts},
+        "heads of a rank": heads,
         "MLP width of a rank": {
             length(mlp_share(width, world, rank)) for rank in range(world) for width in _dense_widths(model)
         },
     }
     if model.linear_layers:
-        heads = (model.linear_value_heads, model.linear_key_heads)
-        of_values = [head_ranges(heads[0], heads[1], world, rank) for rank in range(world)]
+        values = model.linear_value_heads
+        of_values = [head_ranges(values, model.linear_key_heads, world, rank) for rank in range(world)]
         inputs["values of a rank"] = {part.queries * model.linear_value_dim for part in of_values}
     for what, sizes in inputs.items():
         odd = sorted(size for size in sizes if size % NF4_BLOCK)

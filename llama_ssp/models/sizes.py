@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 from llama_ssp.errors import ModelError
 from llama_ssp.models.families import (
     EXPERTS,
+    FULL,
+    SLIDING,
     TESTED,
     TESTED_FAMILIES,
     Family,
@@ -23,14 +25,14 @@ from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import quantised_config
 
 # Layers whose keys can be forgotten from any position on.
-FULL = "full_attention"
-LAYER_KINDS = (FULL, "sliding_attention")
+LAYER_KINDS = (FULL, SLIDING)
 LINEAR = "linear_attention"  # whose states decoder.py keeps, of families that have names for it
 # Keys of recurrent states, of convolutions along the text, of attention within chunks, to the tokens that an
 # index chooses, and to compressed ones.
 OF_STATES = re.compile(
     r"(linear_|mamba_|n_mamba|ssm_|time_step_|lru_|conv_kernel|state_size|attention_chunk|index_|compress_)"
 )
+GLOBAL_HEAD_DIM = 512  # of layers that see the whole text, where a Gemma 4 does not say
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in a tensor's name
 PROJECTED = ("word_embed_proj_dim", "embedding_size")  # in these, embeddings may be narrower than layers
 SCALED_FROM = "original_max_position_embeddings"
@@ -115,6 +117,7 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
     one_kv = family.multi_query and not newer
     kv_heads = 1 if one_kv else size("num_key_value_heads", "num_kv_heads", default=heads)
     window = _window(config, family.window, layers)
+    head_dim = size("head_dim", default=dim // heads)
     ffn = size(family.mlp_key, "intermediate_size", "ffn_dim", "n_inner", default=4 * dim)
 
     attention_bias, mlp_bias = family.biases(config)
@@ -123,7 +126,7 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "n_layers": layers,
         "n_heads": heads,
         "n_kv_heads": kv_heads,
-        "head_dim": size("head_dim", default=dim // heads),
+        "head_dim": head_dim,
         "dim": dim,
         "ffn": ffn,
         **_experts(checkpoint, family, layers, ffn),
@@ -136,16 +139,61 @@ def sizes_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "mlp_bias": mlp_bias,
         **_linear(checkpoint, family, layers),
     }
+    shape |= _full_heads(checkpoint, family, shape)
     shape |= _codes(checkpoint, shape)
-    if heads % kv_heads:
+    shape["lacking"] = family.lacking(config.get) or ""
+    odd = [kvs for kvs in (kv_heads, shape["full_kv_heads"] or kv_heads) if heads % kvs]
+    if odd:
         raise ModelError(
             "query heads do not divide into groups of KV heads",
             where=checkpoint.path,
-            found=f"{heads} and {kv_heads}",
+            found=f"{heads} and {odd[0]}",
             allowed="a whole number of query heads per KV head",
             fix=REFETCH,
         )
     return shape
+
+
+def _full_heads(checkpoint: Checkpoint, family: Family, shape: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sizes of layers that see the whole text, where their heads are others; else zeros."""
+    result: dict[str, Any] = {
+        "full_layers": 0,
+        "full_kv_heads": 0,
+        "full_head_dim": 0,
+        "keys_are_values": False,
+    }
+    config = checkpoint.config
+    if not family.full_heads:
+        return result
+    places = full_places(config.get("layer_types"), shape["n_layers"])
+    keys_are_values = bool(config.get(family.values_key))
+
+    by_layer = config.get("per_layer_config")
+    if isinstance(by_layer, dict):  # what transformers saves from 5.23 on: the differences from other layers
+        numbers = {int(layer): own for layer, own in by_layer.items() if layer.isdecimal()}
+        own = numbers.get(places[0])
+        changes = own if isinstance(own, dict) else {}
+    else:
+        changes = {"head_dim": config.get("global_head_dim", GLOBAL_HEAD_DIM)}
+        if keys_are_values and config.get("num_global_key_value_heads") is not None:
+            changes["num_key_value_heads"] = config["num_global_key_value_heads"]
+
+    full = replace(checkpoint, config=config | changes)
+    kv_heads = _size(full, "num_key_value_heads", default=shape["n_kv_heads"])
+    head_dim = _size(full, "head_dim", default=shape["head_dim"])
+    if keys_are_values or (kv_heads, head_dim) != (shape["n_kv_heads"], shape["head_dim"]):
+        result["full_layers"] = len(places)
+        result["full_kv_heads"] = kv_heads
+        result["full_head_dim"] = head_dim
+        result["keys_are_values"] = keys_are_values
+    return result
+
+
+def full_places(kinds: Any, layers: int) -> tuple[int, ...]:
+    """Returns which layers see the whole text, by the config's kinds: the last one always does (Gemma 4)."""
+    if not isinstance(kinds, list):
+        return tuple(n for n in range(layers) if n % 6 == 5 or n == layers - 1)
+    return tuple(n for n, kind in enumerate(kinds) if kind == FULL or n == layers - 1)
 
 
 def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
@@ -163,19 +211,23 @@ def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
     names = kept.names_of(family.names)
     experts = *family.names.expert_up, family.names.expert_down  # of each expert, or of all
     leaves = zip(experts, kept.EXPERT[-len(experts) :], strict=True)
+    full: tuple[int, ...] = ()
+    if shape["full_layers"]:
+        full = full_places(checkpoint.config.get("layer_types"), shape["n_layers"])
     names |= {name.format(0): leaf for name, leaf in leaves if name}
     inputs = dict.fromkeys(kept.MATRICES, shape["dim"]) | {"expert_down": shape["expert_ffn"]}
     inputs |= {"attn_output": shape["n_heads"] * shape["head_dim"], "ffn_down": shape["ffn"]}
+    inputs["full_attn_output"] = shape["n_heads"] * shape["full_head_dim"]
     inputs["shared_down"] = shape["shared_ffn"]
     inputs["delta_out"] = shape["linear_value_heads"] * shape["linear_value_dim"]
-    matrices = kept.of_folder(checkpoint.tensors, claimed, names, inputs, LAYER)
+    matrices = kept.of_folder(checkpoint.tensors, claimed, names, inputs, LAYER, full)
     layers = range(shape["n_layers"])  # those for multi-token prediction come after them, and are not read
     return kept.sizes({place: codes for place, codes in matrices.items() if place[0] in layers})
 
 
 def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> dict[str, int]:
     """Returns the sizes of experts; zeros for a family that has none, or that is not known here."""
-    if not family.names.router:
+    if not family.has_experts(checkpoint.config.get(family.experts_key)):
         keys = ("experts", "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers")
         return dict.fromkeys(keys, 0)
     dense = checkpoint.config.get("mlp_only_layers")
@@ -193,7 +245,7 @@ def _experts(checkpoint: Checkpoint, family: Family, layers: int, ffn: int) -> d
         shared_ffn = expert_ffn * _size(checkpoint, "n_shared_experts", default=1)
     return {
         "experts": _size(checkpoint, *EXPERTS),
-        "experts_per_token": _size(checkpoint, "num_experts_per_tok"),
+        "experts_per_token": _size(checkpoint, family.expert_keys[1]),
         "expert_ffn": expert_ffn,
         "shared_ffn": shared_ffn,
         "dense_layers": have_experts.count(False),

@@ -32,11 +32,13 @@ from llama_ssp.models.graph_sizes import WIDEST, short_prompt
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels import coded, linear, probe
 from llama_ssp.models.kernels.build import complaint, triton_runs
+from llama_ssp.models.kernels.kernel_sizes import TORCH_HEAD
 from llama_ssp.models.kv_cache import Caches, KVCache, growing
 from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile, sizes
 from llama_ssp.models.quantization import QUANTISED
 from llama_ssp.models.shape import shape_of
+from llama_ssp.models.sharding import kinds_of_heads
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +54,10 @@ class SteppedModel(DecoderModel):
     def __init__(self, decoder: Decoder, config: Any, name: str, ranks: Ranks) -> None:
         super().__init__(decoder, config, name, ranks)
         family = family_of(config.model_type)
-        # torch's own attention takes no soft caps and no sinks: `attend_rows` makes a matrix of all scores.
-        if self.device.type == "cpu" or family.softcap or family.names.sinks:
+        # With soft caps, sinks or wide heads `attend_rows` makes a matrix of all scores on a GPU.
+        shape = shape_of(config)
+        is_wide = max(heads.head_dim for heads in shape.heads) > TORCH_HEAD
+        if self.device.type == "cpu" or family.softcap or family.names.sinks or is_wide:
             self.attend = attention_kernel.attend
         self._step: Step | None = None
         self.is_compiled = True  # until compiling fails
@@ -305,7 +309,7 @@ def has_kernels(
     """Returns whether steps can be compiled here: kernels may have to be built. If not, the log says why.
 
     `heads`: how many of queries, how many of keys, and their size. On a GPU the kernels are tried, too, those
-    that `model` uses; without one, it has no experts.
+    that `model` uses; without one, it has no experts, and heads of one kind.
     """
     on_cpu = device.type == "cpu"
     if not on_cpu and not triton_runs():
@@ -325,8 +329,10 @@ def has_kernels(
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda make: make(), wanted))
         if not on_cpu:
-            queries, keys, size = heads
-            probe.require_attention(queries // keys, size, numbers, device)
+            queries, *usual = heads
+            others = [] if model is None else kinds_of_heads(model)[1:]
+            for keys, size in [tuple(usual), *others]:
+                probe.require_attention(queries // keys, size, numbers, device)
             for kind in kinds:
                 probe.require_coded(kind, device)
     except Exception as error:  # whatever compilers, libraries and kernels raise

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from llama_ssp.config import ModelConf
 from llama_ssp.models.families import FAMILIES
+from llama_ssp.models.sharding import architecture, is_planned
 
 ANY = "another model"
 OWN_CODES = ("draft=int8", "draft=int4")
@@ -36,8 +38,9 @@ def support_of(kind: str) -> Support:
     return Support(kind=kind, has_row=kind in FAMILIES)
 
 
-def line(role: str, name: str, kind: str, whole: str | None) -> str:
+def line(role: str, model: ModelConf, whole: str | None) -> str:
     """Returns what a plan says of a folder; `whole`: the model_type whose text part it is."""
-    support = support_of(kind)
+    kind = architecture(model)
+    support = Support(kind=kind, has_row=is_planned(model))
     part = f", the text part of {whole}" if whole else ""
-    return f"{role} {name} ({kind}{part}) runs {support.runs}; drafts: {support.drafts}"
+    return f"{role} {model.name} ({kind}{part}) runs {support.runs}; drafts: {support.drafts}"

@@ -20,16 +20,23 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import wanted
 from llama_ssp.models.devices import TORCH_DTYPES
-from llama_ssp.models.families import FAMILIES, family_of
+from llama_ssp.models.families import FAMILIES, FULL, SLIDING, Family, family_of, full_layers
 from llama_ssp.models.formats.coded import taken
 from llama_ssp.models.layout import linear_blocks
 from llama_ssp.models.quantization import QUANTISED, quantised
 from llama_ssp.models.sharding import COLUMNS, Cut, Span
-from llama_ssp.models.sizes import FULL, LINEAR, LINEAR_SIZES
+from llama_ssp.models.sizes import LINEAR, LINEAR_SIZES, full_places
 
 HALF = 32  # signs of a token; each stands twice, once negated, so that a vector's mean is zero
 SPREAD = 3.0  # standard deviation of the logits
 TILE = 2**18  # numbers of noise, which are repeated
+# Vectors that are factors, as weights of norms are, and have other names.
+FACTORS = {
+    name
+    for names in (family.names for family in FAMILIES.values())
+    for name in (names.router_norm, names.expert_scale, names.block_scale)
+    if name
+}
 # What writes into the residual stream, by the last part of the name: its weights, and the biases of stacked
 # experts, are zero.
 WRITERS = {
@@ -92,11 +99,18 @@ def config_for(model: ModelConf) -> Any:
         shape["num_local_experts"] = model.experts
         shape["num_experts"] = model.experts  # some classes have the one name, some the other, some both
         shape["num_experts_per_tok"] = model.experts_per_token
+        shape |= dict(zip(family.expert_keys, (model.experts, model.experts_per_token), strict=True))
         shape["moe_intermediate_size"] = model.expert_ffn
         if family.first_dense:
             shape[family.first_dense] = model.dense_layers
         elif model.dense_layers:
             shape["mlp_only_layers"] = list(range(model.dense_layers))
+    if family.experts_key:
+        shape[family.experts_key] = model.experts > 0
+    if family.full_heads:
+        shape |= _full_heads(model, family)
+    if family.logit_cap is not None:
+        shape["final_logit_softcapping"] = family.logit_cap
     if model.shared_ffn and family.shared_key:
         shape[family.shared_key] = model.shared_ffn
     elif model.shared_ffn:
@@ -119,6 +133,20 @@ def config_for(model: ModelConf) -> Any:
             fix="correct model.family",
         ) from None
     return config
+
+
+def _full_heads(model: ModelConf, family: Family) -> dict[str, Any]:
+    """Returns which layers see the whole text, and their heads, by the keys of Gemma 4's config."""
+    places = full_places(None, model.n_layers)
+    if model.full_layers:
+        places = full_layers(model.n_layers, model.full_layers)
+    return {
+        **family.needed,
+        "layer_types": [FULL if n in places else SLIDING for n in range(model.n_layers)],
+        "global_head_dim": model.full_head_dim or model.head_dim,
+        "num_global_key_value_heads": model.full_kv_heads or model.n_kv_heads,
+        family.values_key: model.keys_are_values,
+    }
 
 
 class SyntheticSource:
@@ -231,7 +259,7 @@ class SyntheticSource:
         vector = torch.zeros(self.shapes[name])
         if name == self._final_norm:
             vector[: 2 * HALF] = self._scale * _norm_signs().repeat(2)
-        elif name.endswith("weight"):
+        elif name.endswith(("weight", *FACTORS)):
             vector.fill_(1.0)
         return vector - self._norm_offset if name.endswith("weight") else vector
 

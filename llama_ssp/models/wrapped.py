@@ -24,6 +24,7 @@ TEXT_TYPES = {
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "glm4v": "glm4v_text",
     "glm4v_moe": "glm4v_moe_text",
     "idefics3": "llama",
@@ -48,6 +49,7 @@ OF_WHOLE = ("model_type", "architectures", "vision_config")
 # Text parts that compute what these causal models compute. Positions along the picture's height and width
 # (mrope) are those along the text, where all tokens are text.
 SAME_ON_TEXT = {
+    "gemma4_unified_text": "gemma4_text",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
@@ -55,6 +57,7 @@ SAME_ON_TEXT = {
 }
 # What these classes do, whatever the config says: they have no such keys.
 ALWAYS: dict[str, dict[str, Any]] = {
+    "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
     "qwen3_5_moe_text": {"mlp_only_layers": [], "decoder_sparse_step": 1},
     "qwen3_vl_text": {"use_sliding_window": False},
     "qwen3_vl_moe_text": {"use_sliding_window": False, "norm_topk_prob": True},
@@ -69,6 +72,15 @@ LLAMA_SIZES: dict[str, Any] = {
     "num_attention_heads": 32,
     "vocab_size": 32000,
     "max_position_embeddings": 2048,
+}
+GEMMA4: dict[str, Any] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262144,
 }
 QWEN2_VL: dict[str, Any] = {
     "hidden_size": 8192,
@@ -122,6 +134,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
+    },
+    "gemma4_text": {**GEMMA4, "max_position_embeddings": 131072, "hidden_size_per_layer_input": 256},
+    "gemma4_unified_text": {
+        **GEMMA4,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+        "use_bidirectional_attention": "vision",
     },
     "llama": LLAMA_SIZES,
     "ministral3": {

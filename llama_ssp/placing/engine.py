@@ -10,7 +10,7 @@ from pathlib import Path
 from llama_ssp.config import OWN_CODES, Dtype, ModelConf, RunConf, Splitting, Steps
 from llama_ssp.models.kept_files import mark_of
 from llama_ssp.models.kernels.kernel_sizes import WIDEST_HEAD, attends_on_cpu
-from llama_ssp.models.sharding import is_planned
+from llama_ssp.models.sharding import architecture, is_planned, kinds_of_heads
 from llama_ssp.planner.storage import BYTES
 from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import Role, StepRule
@@ -50,13 +50,14 @@ def why_eager(
     if splitting is not Splitting.tensor:
         return f"placement.splitting={splitting.value}"
     if not is_planned(model):
-        return f"architecture {model.family} has no row in models/families.py"
+        return f"architecture {architecture(model)} has no row in models/families.py"
     if model.head_block:
         return "a DFlash head runs eagerly"
     if dtype not in COMPILED_DTYPES and (on_cpu or dtype not in ON_GPUS_TOO):
         return f"steps in {dtype.value} are not compiled{' on a CPU' if on_cpu else ''}"
-    if on_cpu and not attends_on_cpu(model.head_dim):
-        return f"heads of {model.head_dim} numbers; the CPU's kernel takes even sizes up to {WIDEST_HEAD}"
+    for _, width in kinds_of_heads(model):
+        if on_cpu and not attends_on_cpu(width):
+            return f"heads of {width} numbers; the CPU's kernel takes even sizes up to {WIDEST_HEAD}"
     if engine is not Steps.auto or not on_cpu:
         return None
 

@@ -77,13 +77,15 @@ def pass_bytes(
 
     # Masks of all rows for each kind of layer, and two that these are made of. Attention makes its own for
     # the queries of a group, one row after the other: the mask to add, twice, or scores in fp32, thrice.
+    copies = max(heads.queries // heads.kvs for heads in part.heads)
     if attends_without_masks(role, kernels):
         cell = 0
     elif part.has_scores:
-        cell = role.masks * rows + 2 + part.queries // part.kvs + 3 * FP32 * part.queries
+        scores = 3 * FP32 * max(heads.queries for heads in part.heads)
+        cell = role.masks * rows + 2 + copies + scores
     else:
-        cell = role.masks * rows + 2 + part.queries // part.kvs * (1 + 2 * width(role.dtype))
-    positions = INT * (INTEGERS * tokens + 2 * span) + 2 * FP32 * tokens * part.rotary_width
+        cell = role.masks * rows + 2 + copies * (1 + 2 * width(role.dtype))
+    positions = INT * (INTEGERS * tokens + 2 * span) + 2 * FP32 * tokens * max(part.rotary_widths)
 
     return {
         MASKS: columns * (span + MASK_ALIGNMENT) * cell + positions,
@@ -112,10 +114,11 @@ def _attention(role: RolePart) -> int:
     """A token's queries, keys and values, before and after they are turned; one row's again; the outputs."""
     part = role.part
     copies = 2 if part.sizes.qk_norm else 1
+    normed = part.key_width if part.family.normed_values else 0
     turned = copies * (2 * part.query_width + 3 * part.key_width)
     if part.family.gated_attention:
         turned += 3 * part.query_width
-    return width(role.dtype) * (turned + 4 * part.query_width + part.dim)
+    return width(role.dtype) * (turned + normed + 4 * part.query_width + part.dim)
 
 
 def _delta(role: RolePart) -> int:
@@ -164,6 +167,8 @@ def _feed_forward(role: RolePart) -> int:
             routed += 4 * part.experts * FP32
         if part.shared_ffn:
             routed += w * ((part.family.mlp_states + 1) * part.shared_ffn + 2 * part.dim)
+        if part.family.dense_too:  # what the dense MLP gives, and what router and experts are given
+            routed += 3 * w * part.dim
     return max(inside + w * (part.ffn + 2 * part.dim), routed)
 
 
@@ -176,8 +181,10 @@ def _attended_sums(role: RolePart, kernels: Kernels, tokens: int) -> int:
     """Sums of the parts of contexts, in fp32: what a GPU's kernel of compiled steps keeps."""
     if kernels.cpu or not role.compiled:
         return 0
-    parts = attended_parts(tokens, role.part.kvs)
-    return FP32 * parts * (role.part.query_width + 2 * role.part.queries)
+    return FP32 * max(
+        attended_parts(tokens, heads.kvs) * (heads.query_width + 2 * heads.queries)
+        for heads in role.part.heads
+    )
 
 
 def attends_without_masks(role: RolePart, kernels: Kernels) -> bool:
@@ -226,7 +233,8 @@ def _logits(role: RolePart, kernels: Kernels, count: int) -> int:
     A CPU multiplies 16 bit in parts, with a slice of the matrix in fp32.
     """
     part = role.part
-    copies = 3 if part.family.softcap or part.world > 1 or part.head_inputs else 2
+    is_capped = part.family.softcap or part.family.logit_cap is not None
+    copies = 3 if is_capped or part.world > 1 or part.head_inputs else 2
     bytes_ = count * copies * part.whole_vocab * activation(role.dtype)
     if kernels.cpu and width(role.dtype) < FP32:
         bytes_ += FP32 * (count * part.vocab + max(SLICE, part.dim))

@@ -1,7 +1,7 @@
 """The plan of a pair that is not planned in full: transformers' own modules run it, in one process. No torch.
 
-An architecture without a row in models/families.py cannot be split or compiled, and what its layers read is
-not known. Its weights are those that the headers of its files name; its caches are bounded by its sizes.
+A model that the decoder does not have cannot be split or compiled, and what its layers read is not known. Its
+weights are those that the headers of its files name; its caches are bounded by its sizes.
 """
 
 from dataclasses import dataclass, replace
@@ -9,6 +9,7 @@ from typing import Any
 
 from llama_ssp.config import PlacementConf
 from llama_ssp.distributed.placement import LEADER, Placement, resolve
+from llama_ssp.models.sharding import architecture
 from llama_ssp.planner.fit import FitVerdict, RankMemory
 from llama_ssp.planner.plan import gpu_document, subject
 from llama_ssp.planner.search import PlanRequest
@@ -40,7 +41,7 @@ class OneProcess:
         """Says the answer in plain words."""
         needed = self.memory.total / GIB
         there = self.memory.capacity / GIB
-        unknown = [role.model.family for role in self.request.roles if role.role in self.numbers]
+        unknown = [architecture(role.model) for role in self.request.roles if role.role in self.numbers]
         families = " and ".join(dict.fromkeys(unknown))
         how = f"one process, by transformers' module, as {families} has no row in models/families.py"
         if not self.runs:

@@ -196,8 +196,10 @@ def pass_cost(role: Role, ranks: int, store: Storage = AS_THEY_ARE) -> PassCost:
         bytes=read - sum(product.bytes for product in coded),
         numbers=numbers - sum(product.numbers for product in coded),
     )
-    # All-reduces of a layer: after attention, after the MLP, and in norms over the heads of all ranks.
+    # All-reduces of a layer: after attention, after the MLP, in norms over the heads of all ranks, and after
+    # experts next to an MLP.
     sums_of_layer = 3 if part.family.whole_qk_norm else 2
+    further = part.expert_layers if part.family.dense_too else 0
     bytes_of_number = width(role.dtype)
     return PassCost(
         ranks=ranks,
@@ -206,10 +208,11 @@ def pass_cost(role: Role, ranks: int, store: Storage = AS_THEY_ARE) -> PassCost:
         coded=coded,
         experts=sizes.get(EXPERTS, 0),
         chosen=chosen,
-        slot=2.0 * part.attention_layers * part.key_width * bytes_of_number,
-        attention=4.0 * part.attention_layers * part.query_width,  # products with keys, then with values
+        slot=2.0 * sum(heads.layers * heads.key_width for heads in part.heads) * bytes_of_number,
+        # Products with keys, then with values.
+        attention=4.0 * sum(heads.layers * heads.query_width for heads in part.heads),
         state=float(part.linear_layers * part.state_numbers * width(role.dtype, wide=True)),
-        sums=sums_of_layer * part.layers + PASS_SUMS if ranks > 1 else 0,
+        sums=sums_of_layer * part.layers + further + PASS_SUMS if ranks > 1 else 0,
         width=part.dim * bytes_of_number,
         vocab=part.whole_vocab,
     )

@@ -13,12 +13,14 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.models.families import Family
 from llama_ssp.models.formats.kept import EXPERT, Kept, products_of_mix
 from llama_ssp.models.graph_sizes import ring_of
+from llama_ssp.models.kernels.kernel_sizes import TORCH_HEAD
 from llama_ssp.models.layout import (
     BUFFERS,
     EXPERTS,
     QUANTISED,
     STATES,
     TAILS,
+    BlockHeads,
     Part,
     Share,
     Sizes,
@@ -28,7 +30,7 @@ from llama_ssp.models.layout import (
     sizes_of_model,
     states,
 )
-from llama_ssp.models.sharding import length, vocab_share
+from llama_ssp.models.sharding import Heads, length, vocab_share
 from llama_ssp.planner.storage import (
     AS_THEY_ARE,
     CPU,
@@ -46,6 +48,34 @@ from llama_ssp.planner.workload import Role
 
 CACHE = "cache"  # keys and values, and states
 PLACE_BYTES = 3 * 8  # what compiled steps need to find states
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartHeads:
+    """One rank's heads in some layers, and what the whole model has there."""
+
+    heads: Heads
+    of_all: BlockHeads
+
+    @property
+    def layers(self) -> int:
+        return len(self.of_all.blocks)
+
+    @property
+    def queries(self) -> int:
+        return self.heads.queries
+
+    @property
+    def kvs(self) -> int:
+        return self.heads.kvs
+
+    @property
+    def query_width(self) -> int:
+        return self.queries * self.of_all.head_dim
+
+    @property
+    def key_width(self) -> int:
+        return self.kvs * self.of_all.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,30 +158,28 @@ class ModelPart:
         return length(vocab_share(self.sizes.vocab, self.world, 0))
 
     @property
-    def queries(self) -> int:
-        return self.share.heads.queries
-
-    @property
-    def kvs(self) -> int:
-        return self.share.heads.kvs
+    def heads(self) -> list[PartHeads]:
+        """Returns the rank's heads: those of most layers, and of layers that have others."""
+        return [
+            PartHeads(heads=self.share.heads_of(of_all is self.sizes.full), of_all=of_all)
+            for of_all in self.sizes.heads
+            if of_all.blocks
+        ]
 
     @property
     def query_width(self) -> int:
-        return self.queries * self.sizes.head_dim
+        """Returns the most numbers of a token's queries."""
+        return max(heads.query_width for heads in self.heads)
 
     @property
     def key_width(self) -> int:
-        return self.kvs * self.sizes.head_dim
+        """Returns the most numbers of a token's keys."""
+        return max(heads.key_width for heads in self.heads)
 
     @property
     def linear_layers(self) -> int:
         """Counts the layers whose attention is linear."""
         return len(self.sizes.linear)
-
-    @property
-    def attention_layers(self) -> int:
-        """Counts the layers that keep keys and values."""
-        return len(self.sizes.attending)
 
     @property
     def linear_heads(self) -> int:
@@ -184,9 +212,11 @@ class ModelPart:
         return length(self.share.shared_columns)
 
     @property
-    def rotary_width(self) -> int:
-        """Returns how many numbers of a head are rotated."""
-        return int(self.sizes.head_dim * self.family.rotary)
+    def rotary_widths(self) -> list[int]:
+        """Returns how many numbers of a head each table of positions rotates."""
+        if self.sizes.full is not None:
+            return [heads.head_dim for heads in self.sizes.heads]
+        return [int(self.sizes.head_dim * self.family.rotary)] * self.family.rotary_kinds
 
     @property
     def norms(self) -> int:
@@ -195,8 +225,12 @@ class ModelPart:
 
     @property
     def has_scores(self) -> bool:
-        """Returns whether attention without our kernels has a matrix of scores, for a cap or a sink."""
-        return self.family.softcap or bool(self.family.names.sinks)
+        """Returns whether attention without our kernels has a matrix of scores on a GPU.
+
+        It has one for a cap, a sink or a wide head.
+        """
+        is_wide = any(heads.of_all.head_dim > TORCH_HEAD for heads in self.heads)
+        return self.family.softcap or bool(self.family.names.sinks) or is_wide
 
     @property
     def largest_matrix(self) -> int:
@@ -244,7 +278,7 @@ def _products(part: ModelPart) -> list[list[TensorRow]]:
     for row in layout(part.sizes):
         if row.part is Part.embedding and part.borrows_embedding:
             continue
-        key = (row.part, row.blocks) if row.inputs else row.weight
+        key = (row.part if row.inputs else row.weight, row.blocks)
         products.setdefault(key, []).append(row)
     return list(products.values())
 
@@ -298,7 +332,7 @@ def buffers(part: ModelPart) -> list[int]:
         return []
     ids = [8 * part.vocab] if part.head_inputs and part.vocab < part.whole_vocab else []
     stored = [4 * row.outputs for row in layout(part.sizes) if row.group == BUFFERS for _ in row.blocks or ()]
-    return part.family.rotary_kinds * [4 * (part.rotary_width // 2)] + ids + stored
+    return [4 * (numbers // 2) for numbers in part.rotary_widths] + ids + stored
 
 
 def held(part: ModelPart, dtype: Dtype, store: Storage = AS_THEY_ARE) -> dict[str, int]:

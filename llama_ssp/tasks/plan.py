@@ -15,7 +15,7 @@ from llama_ssp.errors import DISTRIBUTED, FAILED_CHECK, OK, ModelError, StorageE
 from llama_ssp.models.checkpoint import SHIPPED, folder_at_hand, inspect, read_config
 from llama_ssp.models.families import TESTED
 from llama_ssp.models.folder import weights_here
-from llama_ssp.models.sharding import is_planned
+from llama_ssp.models.sharding import architecture, is_planned
 from llama_ssp.models.support import line as support_line
 from llama_ssp.models.wrapped import WHOLE
 from llama_ssp.placing.decision import RunDecision
@@ -57,7 +57,9 @@ def plan(
     if isinstance(made, OneProcess):
         raise ModelError(
             "an architecture without a row has no Plan, whose times are those of known layers",
-            found=", ".join(role.model.family for role in made.request.roles if role.role in made.numbers),
+            found=", ".join(
+                architecture(role.model) for role in made.request.roles if role.role in made.numbers
+            ),
             allowed=TESTED,
             fix="write llama-ssp plan, which prints its bytes",
         )
@@ -104,7 +106,7 @@ def numbers_of_unknown(request: PlanRequest, files: PairFiles) -> dict[str, int]
             raise ModelError(
                 "an architecture without a row is planned by the headers of its weights, which are not here",
                 where=f"{role.role} {role.model.name}",
-                found=role.model.family,
+                found=architecture(role.model),
                 allowed=TESTED,
                 fix="fetch it with download=true, or give its folder",
             )
@@ -216,7 +218,7 @@ def folder_lines(run: RunConf) -> Iterator[str]:
             continue
         folder = folder_at_hand(model)
         whole = read_config(folder).get(WHOLE) if folder is not None else None
-        yield support_line(role, model.name, model.family, whole)
+        yield support_line(role, model, whole)
 
 
 def _run_folder(run: RunConf, place: Path | None, given: Sequence[str]) -> RunFolder:

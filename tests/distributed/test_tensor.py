@@ -76,6 +76,10 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "even-vocabulary": ("llama-gqa", {"vocab_size": 96}),
     "mlp-bias": ("llama-gqa", {"mlp_bias": True, "attention_bias": True}),
+    # The first of two ranks has 4 of 6 query heads where there are 3 KV heads, and 3 where there is one.
+    "gemma4-six": ("gemma4-moe", SIX_HEADS),
+    "gemma4-six-kv": ("gemma4", {**SIX_HEADS, "num_key_value_heads": 6, "num_global_key_value_heads": 3}),
+    "gemma4-values-six": ("gemma4-values", SIX_HEADS),
 }
 assert VOCAB % 2 and VOCAB % 3, "the vocabulary is to be cut unevenly"
 
@@ -142,7 +146,8 @@ def compare(folder: Path, world: int, dtype: Dtype = Dtype.fp32, tolerance: floa
     for pass_logits in zip(*found, strict=True):
         assert all(torch.equal(one, pass_logits[0]) for one in pass_logits)
     blocks = whole.decoder.blocks
-    each = 3 if isinstance(getattr(blocks[0].attention, "norms", None), WholeNorms) else 2
+    norms = getattr(blocks[0].attention, "norms", None)
+    each = 3 if isinstance(norms, WholeNorms) or blocks[0].branch is not None else 2
     passes = len(PASSES) if world > 1 else 0  # that exchange anything
     assert {rank.counts["sums"] for rank in ranks} == {passes * (each * len(blocks) + 1)}
     assert {rank.counts["gathers"] for rank in ranks} == {passes}
@@ -156,7 +161,9 @@ def splits(folder: Path, world: int) -> bool:
         if isinstance(attention, DeltaNet):
             counts.add((len(attention.decay), attention.key_heads))
         else:
-            counts.add((attention.sizes[0] // attention.head_dim, attention.sizes[-1] // attention.head_dim))
+            sizes = attention.sizes
+            keys = sizes[1 + attention.gated]
+            counts.add((sizes[0] // attention.head_dim, keys // attention.head_dim))
     return all(world <= groups or (world % groups == 0 and world <= heads) for heads, groups in counts)
 
 

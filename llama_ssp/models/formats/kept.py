@@ -7,7 +7,7 @@ tests/test_packed_bytes.py holds the plan against the bytes of loaded models, in
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from llama_ssp.models.families import Names
@@ -56,6 +56,8 @@ FUSED = [
     ("shared_down",),
     ("expert_gate", "expert_up"),
     ("expert_down",),
+    ("full_attn_q", "full_attn_k", "full_attn_v"),  # of layers that see the whole text, of other sizes
+    ("full_attn_output",),
 ]
 EXPERT = ("expert_gate", "expert_up", "expert_down")  # of the first expert of a layer, for all of them
 MATRICES = [name for group in FUSED for name in group]
@@ -79,6 +81,11 @@ def names_of(names: Names) -> dict[str, str]:
         shared = ("shared_gate", "shared_up", "shared_down")
         others |= dict(zip((*names.shared_up, names.shared_down), shared, strict=True))
     return dict(zip(names.qkv, qkv, strict=True)) | dict(zip(names.up, up, strict=True)) | others
+
+
+def in_full_layers(names: Mapping[str, str]) -> dict[str, str]:
+    """Returns the names in which attention's matrices have those of layers that see the whole text."""
+    return {own: f"full_{name}" if name.startswith("attn_") else name for own, name in names.items()}
 
 
 def sizes(matrices: Matrices) -> dict[str, Any]:
@@ -149,12 +156,17 @@ def of_gguf(formats: Mapping[str, str]) -> dict[tuple[int, str], Kept]:
 
 
 def of_folder(
-    tensors: Headers, config: QuantisedConfig, names: Mapping[str, str], inputs: Mapping[str, int], layer: Any
+    tensors: Headers,
+    config: QuantisedConfig,
+    names: Mapping[str, str],
+    inputs: Mapping[str, int],
+    layer: Any,
+    full: Collection[int] = (),
 ) -> dict[tuple[int, str], Kept]:
     """What is kept of each matrix of the folder's blocks.
 
     `names`: in GGUF, by the names in this family's blocks; `inputs`: by the names in GGUF; `layer`: finds a
-    block's number in the name of a tensor.
+    block's number in the name of a tensor; `full`: blocks whose attention has other sizes.
     """
     found: dict[tuple[int, str], dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
     stems: dict[tuple[int, str], str] = {}
@@ -163,7 +175,8 @@ def of_folder(
             leaf = tensor[match.end() :]
             own = next((own for own in names if leaf.startswith((f"{own}.", f"{own}_"))), None)
             if own is not None:
-                place = int(match[1]), names[own]
+                number = int(match[1])
+                place = number, (in_full_layers(names) if number in full else names)[own]
                 stems[place] = tensor[: match.end()] + own
                 found[place][leaf.removeprefix(own)] = header
     result = {}

@@ -51,7 +51,7 @@ constexpr int LANES = 8, WIDE = 2, REGISTERS = 2;
 constexpr int QUERIES = 4;                // in a product with values: QUERIES * WIDE sums stay in registers
 constexpr int64_t PANEL = LANES * WIDE;   // numbers of values
 constexpr int64_t TILE = 64, PART = 512;  // slots
-constexpr int64_t MOST = 256;             // numbers of a head
+constexpr int64_t MOST = 512;             // numbers of a head
 constexpr int64_t STEP = 72;              // tokens of a row, at most, in a step; WIDEST in steps.py
 constexpr int64_t TOGETHER = 128;         // queries of a KV head, about, that a thread takes of a prompt
 constexpr int64_t HELD = 1 << 16;         // registers of results, about, that wait to be merged

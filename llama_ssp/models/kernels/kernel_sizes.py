@@ -2,7 +2,8 @@
 
 from llama_ssp.models.graph_sizes import MOST
 
-WIDEST_HEAD = 256  # numbers of a head that attention.cpp takes
+WIDEST_HEAD = 512  # numbers of a head that attention.cpp takes
+TORCH_HEAD = 256  # numbers of a head that the attention of torch for GPUs takes without a matrix of scores
 BLOCK = 32  # outputs that linear.cpp and coded.cpp store together
 SLICE = 2**21  # numbers of a 16-bit output matrix that a CPU without our kernels has in fp32 at once
 MOST_PAIRS = 1024  # of a token and an expert, of which a program finds its own; of prompts are more
