@@ -663,13 +663,14 @@ def test_a_round_launches_little(on_far: list[dict[str, Any]]):
 @pytest.mark.long
 def test_on_a_far_device_texts_are_the_same(on_far: list[dict[str, Any]]):
     cases = on_far[:-1]
-    assert len(cases) == 6
+    assert len(cases) == 9
     for case in cases:
         assert case["same"], case
 
 
 @pytest.mark.long
 def test_a_round_has_the_host_wait_once(on_far: list[dict[str, Any]]):
+    """For what was decided: no state of a model that has some is copied to the host."""
     for case in on_far[:-1]:
         counts = dict(case["seen"])
         assert counts.pop("sent, queued") > 0, case
