@@ -271,20 +271,28 @@ CONTROLS = {
 }  # fmt: skip
 
 
-# rows, rule, controls, steps: every one of each at least once
+# rows, rule, controls, steps, family: every one of each at least once
 CASES = (
-    (1, "block", "plain", "eager"), (2, "block", "penalised", "eager"), (1, "token", "greedy", "graphs"),
-    (2, "block", "filtered", "graphs"), (1, "token", "penalised", "graphs"),
-    (2, "token", "greedy", "eager"),
+    (1, "block", "plain", "eager", "llama-gqa"), (2, "block", "penalised", "eager", "llama-gqa"),
+    (1, "token", "greedy", "graphs", "llama-gqa"), (2, "block", "filtered", "graphs", "llama-gqa"),
+    (1, "token", "penalised", "graphs", "llama-gqa"), (2, "token", "greedy", "eager", "llama-gqa"),
+    (2, "block", "plain", "eager", "qwen3_5"), (2, "block", "plain", "graphs", "qwen3_5"),
+    (1, "block", "greedy", "graphs", "qwen3_5"),
 )  # fmt: skip
+
+
+def pair_of(family: str) -> tuple[Any, list[Decoder]]:
+    """The config of a pair, and its decoders: one, and one that agrees with it sometimes."""
+    modules = build(family), perturbed(build(family), 0.3)
+    return modules[0].config, [decoder_of(module) for module in modules]
 
 
 def main() -> None:
     """One line a case: what it was, whether texts are the same as on the host, and what was seen."""
-    modules = build("llama-gqa"), perturbed(build("llama-gqa"), 0.3)
-    config, decoders = modules[0].config, [decoder_of(module) for module in modules]
+    pairs = {family: pair_of(family) for *_, family in CASES}
     for case in CASES:
-        rows, rule, controls, engine = case
+        rows, rule, controls, engine, family = case
+        config, decoders = pairs[family]
         prompts = [Prompt(str(row), tuple(range(3, 9 - 2 * row))) for row in range(rows)]
         how: Any = {"k": 3, "rule": rule, "max_new": 8, "sampling": CONTROLS[controls]}
         here = [DecoderModel(one, config, "near") for one in decoders]
@@ -296,6 +304,7 @@ def main() -> None:
             far = speculate(pair[0], prompts, pair[1], **how, draws=draws)
         said = {"same": far.texts == near.texts, "rounds": far.rounds, "seen": watch.seen}
         print(json.dumps({"case": case, **said}))
+    config, decoders = pairs["llama-gqa"]
     print(json.dumps({"launches": of_a_round(config, decoders, 1, 4, "plain").launches}))
 
 

@@ -366,6 +366,10 @@ EXPERTS = {
     "attention_bias": False,
 }  # fmt: skip
 IN_BLOCKS = EXPERTS | {"head_dim": 32, "intermediate_size": 256, "moe_intermediate_size": 256}
+LINEAR: dict[str, Any] = {  # of which 3 ranks have unequal shares, in groups of 32
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 32,
+}  # fmt: skip
 MOE = {
     f"{family}-{name}": replace(form, family=family, changes=sizes)
     for families, name, form, sizes in (
@@ -377,6 +381,18 @@ MOE = {
         ),
         (("mixtral",), "fp8", compressed(8, "float", "channel"), EXPERTS),
         (("mixtral", "qwen3_moe", "glm4_moe"), "blocks", fine_grained(), IN_BLOCKS),
+        (
+            ("qwen3_5_moe", "qwen3_next"),
+            "int4",
+            compressed(4, "int", "group", group_size=32),
+            EXPERTS | LINEAR | {"shared_expert_intermediate_size": 224},
+        ),
+        (
+            ("qwen3_next",),
+            "blocks",
+            fine_grained(),
+            IN_BLOCKS | LINEAR | {"shared_expert_intermediate_size": 256},
+        ),
         (("mixtral",), "awq", awq(32), EXPERTS),
         (("mixtral",), "gptq", gptq(group=32, symmetric=False), EXPERTS),
     )
@@ -391,9 +407,13 @@ ROWS = {
         ("glm4", {"head_dim": 32}),
         ("seed_oss", {"head_dim": 32}),
         ("gemma4", {"num_hidden_layers": 3, "head_dim": 32, "global_head_dim": 64}),
+        ("qwen3_5", LINEAR),
     )
 }
+ROWS["qwen3_5-awq"] = replace(awq(32), family="qwen3_5", changes=LINEAR)
 ALL = FORMATS | MOE | ROWS
+# In published folders betas and decays of linear attention are left in 16 bit.
+MATRIX = re.compile(r"experts\.\d+\.|_proj\.weight$|in_proj_(qkv|qkvz|z)\.weight$")
 
 
 def quantised(name: str, folder: Path, **sizes: int) -> Path:
@@ -430,8 +450,8 @@ def rewrite(folder: Path, form: Format, **claim: Any) -> None:
 def matrices(folder: Path) -> list[str]:
     """The names in a plain folder of what is quantised: weights of linear layers, or stacked experts."""
     tensors = load_file(folder / WEIGHTS)
-    stacked = [name for name, weight in tensors.items() if weight.ndim == 3]
-    return stacked or [name for name in tensors if re.search(r"experts\.\d+\.|_proj\.weight$", name)]
+    stacked = [name for name, weight in tensors.items() if weight.ndim == 3 and "conv1d" not in name]
+    return stacked or [name for name in tensors if MATRIX.search(name)]
 
 
 def weights_of(name: str, folder: Path) -> Tensors:

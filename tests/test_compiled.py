@@ -143,6 +143,29 @@ def test_a_step_in_bf16(monkeypatch):
     assert (result - rounded).abs().max() > 0  # else nothing was compiled
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_step_with_states(monkeypatch):
+    """Texts and refills are those of eager steps; rings of states and of tails are written in place."""
+    from torch._inductor.utils import run_and_get_code
+
+    monkeypatch.setattr(programs, "load", lambda _: None)
+    fast = ours("qwen3_5", 3, fast=True)
+    _, (code,) = run_and_get_code(fast.prepare)
+    buffers = re.findall(r"empty_strided_cpu\(\((.*?)\), ", code)
+    assert buffers and len(set(re.findall(r"u\d+", " ".join(buffers)))) == 1
+
+    eager = ours("qwen3_5", 3)
+    expected, result = (
+        drive_refilled(engine_of(model, model, sampling=GREEDY), PROMPTS, 2, k=3, longest=40, max_new=20)
+        for model in (eager, fast)
+    )
+    assert result == expected
+    assert fast._step is not None
+    for found, wanted in zip(walked(fast), walked(eager), strict=True):
+        assert (found - wanted).abs().max() <= 10 * TOLERANCE * wanted.abs().max()
+
+
 FEW_LAYERS = {
     "llama-gqa": 2, "llama-mha": 2, "gemma2": 2, "gpt_neox": 1, "gpt_neo": 3, "gpt_oss": 3, "mixtral": 2,
     "qwen3_moe": 2, "apertus": 2, "cohere2": 3, "cohere": 2, "exaone4": 3, "gemma": 2, "glm4": 2,

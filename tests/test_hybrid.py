@@ -340,3 +340,20 @@ def test_a_plan_counts_states_and_not_their_texts() -> None:
     assert caches(rows=2, k=4) - caches(rows=1, k=4) > 7 * state
     assert caches(k=5) - caches(k=4) >= 2 * (state + tails)  # of the row, and of pads
     assert caches(prompt_tokens=1024, k=4) - caches(prompt_tokens=512, k=4) == 512 * 16 * 2 * 4 * 256 * 2
+
+
+@pytest.mark.slow
+def test_a_run_holds_what_its_plan_says(command: Command, tmp_path: Path) -> None:
+    """Weights, states and tails of the target and of the draft; without drafts there are fewer states."""
+    target = save(tmp_path / "target", build("qwen3_5", **ENDS))
+    draft = save(tmp_path / "draft", perturbed(build("qwen3_5", **ENDS), 0.02))
+    words = (f"model={target}", "seed=1", "prompt=the quick brown", "task.max_new_tokens=8", "output=json")
+    sizes = []
+    for drafting in (["draft=none"], ["draft=none", "speculation=ngram", "k=4"], [f"draft={draft}", "k=3"]):
+        answer = command(*words, *drafting)
+        assert (answer.code, answer.errors) == (0, [])
+        (memory,) = answer.document["plan"]["memory"]
+        held = memory["held_bytes"]
+        assert held["predicted"] == held["measured"], drafting
+        sizes.append(held["measured"])
+    assert sizes == sorted(set(sizes))

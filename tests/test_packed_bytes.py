@@ -27,7 +27,10 @@ from tests.quantised_folders import FORMATS, ROWS, quantised, weights_of
 from tests.test_gguf import made
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
-KEPT = [*(name for name in FORMATS if name != "gptq-act-order"), *ROWS, "glm4_moe-int4", "glm4_moe-blocks"]
+KEPT = [
+    *(name for name in FORMATS if name != "gptq-act-order"), *ROWS, "glm4_moe-int4", "glm4_moe-blocks",
+    "qwen3_5_moe-int4", "qwen3_next-blocks",
+]  # fmt: skip
 # Outputs and words of codes that do not fill the kernel's blocks; the MLP in unequal units of 32.
 ODD = {"hidden_size": 200, "head_dim": 20, "intermediate_size": 80, "num_hidden_layers": 1}
 

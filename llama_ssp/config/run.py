@@ -74,6 +74,11 @@ class RunConf:
         return self.speculation.drafter not in (Drafting.model, Drafting.none) and self.speculation.may_draft
 
     @property
+    def most_drafts(self) -> int:
+        """Returns the largest number of drafts of a round; 0 where nothing drafts."""
+        return self.speculation.longest if self.has_draft_model or self.drafts_from_text else 0
+
+    @property
     def drafter_name(self) -> str | None:
         """Returns the name of the draft model, or of what drafts from the text; None without drafts."""
         if self.drafts_from_text:

@@ -334,7 +334,7 @@ def engine_for(
             fix="leave at least one",
         )
     roles = pair.roles
-    rewinds = rewinds_of(run.speculation.longest, ahead=False)
+    rewinds = rewinds_of(run.most_drafts, ahead=False)
     target = ModelRunner(pair.target, pair.prefill_chunk, rewinds) if pair.target else None
     bridge = tokens.paired.bridge if tokens.paired else None
     sampler = Sampler(transform, CounterDraws(seed, first.replay))
@@ -365,7 +365,7 @@ def _drafter(
         return RemoteDrafter(roles.client, pair.draft_context, vocab, wide(pair.draft_dtype))
     if pair.draft is None:
         return None
-    rewinds = rewinds_of(spec.longest, ahead=roles.drafts_apart)
+    rewinds = rewinds_of(run.most_drafts, ahead=roles.drafts_apart)
     runner = ModelRunner(pair.draft, pair.prefill_chunk, rewinds)
     if roles.server:
         return AheadDrafter(runner, sampler, roles.server.group, roles.server, spec.overlap)

@@ -143,7 +143,7 @@ class PairSession:
         if self._prediction:
             chunk = self._prediction.request.work.prefill_chunk
         self._models = replace(cache.open(self.placements), prefill_chunk=chunk)
-        spec = self.run.speculation
+        spec = self.run.speculation if self.run.most_drafts else regular(self.run).speculation
         # A job that keeps one K needs no graphs of others, except to measure them. Drafts that are looked up
         # are of any number in each row, so all their graphs are captured at once.
         self._lacks_k = self.run.task.chooses_k and self._measures and self.run.has_draft_model

@@ -114,6 +114,38 @@ def test_every_placement_writes_what_one_process_writes(name: str, models: Model
     assert expected.drafted > expected.accepted > 0
 
 
+HYBRID = {
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 9,
+}
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A pair with recurrent states."""
+    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    build("qwen3_5", **HYBRID).save_pretrained(target)
+    perturbed(build("qwen3_5", **HYBRID), 0.02).save_pretrained(draft)
+    return Models(target, draft, opened(target, draft, PlacementConf(), ALONE))
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", ["2 leader", "3 leader", "2 copies", "3 split over 2", "1+1 own", "2+1 own"])
+def test_states_are_alike_on_every_rank(name: str, hybrids: Models):
+    """A draft that runs ahead may go back by more than its drafts."""
+    for case in (Case(0), Case(4), Case(3, 4, SAMPLED), Case(6, 4, SAMPLED, adaptive=True)):
+        expected = hybrids.expected(case)
+        for overlap in (Overlap.off, Overlap.ahead) if name.endswith("own") else (Overlap.auto,):
+            for run in on_placement(hybrids, name, replace(case, overlap=overlap)):
+                assert same(run, expected), (case, overlap)
+        assert expected.drafted >= expected.accepted >= bool(case.k)
+    again = ended(hybrids)
+    assert all(found == hybrids.expected(again).texts for found in hybrids.open(name).run(refilled, again))
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["3 leader", "3 split over 2", "2 copies", "2+2 own"])
 def test_rows_are_refilled_alike_on_every_rank(name: str, models: Models):

@@ -25,6 +25,7 @@ from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.state import Prompt
 from tests.heads import loaded, save_dflash, save_head
 from tests.proofs.choices import distance, every_branch
+from tests.proofs.hybrid import Plain, hybrid
 from tests.proofs.reference import reference_law
 from tests.proofs.toy import WIDTH, toy
 from tests.rig import GREEDY, engine_of
@@ -55,6 +56,7 @@ class Scenario:
     chunk: int = 512
     build: Callable[..., CausalModel] = toy
     plain: Callable[[], Any] | None = None  # the target's module once more, for the reference
+    drafts: Callable[..., Any] | None = None  # builds the draft, where it is of another kind than the target
     bridge: str | None = None  # between two of tests.tongues
     head: tuple[int, ...] | None = None  # a trained head drafts, which has these of the target's tokens
     width: int = 0  # of its block, if it gives all drafts in one pass
@@ -83,7 +85,7 @@ def models(s: Scenario) -> tuple[CausalModel, CausalModel | HeadModel | str | No
     if s.draft == "same":
         return target, s.build(s.vocab, 0, context=s.context, window=s.window)
     if isinstance(s.draft, int):
-        return target, s.build(s.draft_vocab or s.vocab, s.draft, context=s.draft_context)
+        return target, (s.drafts or s.build)(s.draft_vocab or s.vocab, s.draft, context=s.draft_context)
     return target, None if s.draft == "none" else s.draft
 
 
@@ -109,7 +111,7 @@ def walk(s: Scenario) -> tuple[float, int]:
 def play(s: Scenario, target: CausalModel, draft: Any, draws: Any) -> Outcome:
     engine = engine_of(
         target, draft, s.rule, sampling=s.sampling, ends=s.ends, draws=draws, chunk=s.chunk,
-        bridge=bridge(s.bridge) if s.bridge else None,
+        bridge=bridge(s.bridge) if s.bridge else None, rewinds=s.k,
     )  # fmt: skip
     return written(s, engine)
 
@@ -261,4 +263,30 @@ HEADS: dict[str, Scenario] = {
     "DFlash head, its context ends": replace(_OF_TWO, draft_context=5, width=3),
 }  # fmt: skip
 
-SCENARIOS = BASE | BRIDGED | HEADS
+
+def _hybrid(vocab: int = 2, **changes: Any) -> Scenario:
+    return replace(Scenario(vocab=vocab, build=hybrid, plain=lambda: Plain(vocab, 0)), **changes)
+
+
+# Targets and drafts with recurrent states. Their rings have the states of K drafts, and no others.
+HYBRIDS: dict[str, Scenario] = {
+    "hybrid": _hybrid(vocab=3, new=2),
+    "hybrid, long block": _hybrid(k=3, new=4),
+    "hybrid, regular sampling": _hybrid(k=0, draft="none", new=4),
+    "hybrid, rounds with and without drafts": _hybrid(draft="ngram", prompts=((0, 1, 0), (1, 1)), new=3),
+    "hybrid, two ragged rows": _hybrid(prompts=RAGGED, k=1, new=2),
+    "hybrid, two ragged rows, longer block": _hybrid(prompts=((1, 0, 0), (1,)), new=2),
+    "hybrid, two ragged rows with EOS": _hybrid(prompts=ENDING, k=1, ends=SECOND),
+    "hybrid, adaptive K": _hybrid(adaptive=True, k=3, new=4),
+    "hybrid, EOS inside the block": _hybrid(vocab=3, ends=THIRD, new=3),
+    "hybrid, draft equals target": _hybrid(draft="same", k=2, new=3),
+    "hybrid, prefill in chunks of one": _hybrid(prompts=((0, 1, 1, 0),), chunk=1, k=2, new=3),
+    "hybrid, greedy": _hybrid(sampling=GREEDY),
+    "hybrid, an attention draft": _hybrid(drafts=toy, k=2, new=3),
+    "a hybrid draft of an attention target": Scenario(vocab=2, drafts=hybrid, k=3, new=4),
+    "a hybrid draft of an attention target, two ragged rows": Scenario(
+        vocab=2, drafts=hybrid, prompts=RAGGED, k=1, new=2
+    ),
+}
+
+SCENARIOS = BASE | BRIDGED | HEADS | HYBRIDS

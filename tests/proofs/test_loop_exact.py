@@ -19,7 +19,7 @@ from tests.families import build, runnable
 from tests.proofs.scenarios import BRIDGED, HEADS, SCENARIOS, Scenario, walk
 
 # Scenarios that have a single path; the others have many.
-FOLLOWED = dict.fromkeys(["greedy", "Intersection, greedy", "head, greedy"], 1)
+FOLLOWED = dict.fromkeys(["greedy", "Intersection, greedy", "head, greedy", "hybrid, greedy"], 1)
 # A rule sees distributions and tokens, however they were drafted: the block rule walks all scenarios, the
 # token rule these.
 BY_TOKEN = (

@@ -43,6 +43,108 @@ fault("mask sees one slot ahead", VISIBLE, PLAIN)(
 )
 
 
+# Recurrent states: each fault does what an engine was found to do, or might. A layer's memory is changed
+# before or after its pass, as if it had read or written other places.
+
+LINEAR = "models.delta:DeltaNet.forward"
+HYBRID = walked("hybrid, long block")
+HYBRID_ROWS = walked("hybrid, two ragged rows with EOS")
+WITHOUT_DRAFTS = walked("hybrid, rounds with and without drafts")
+REFILLED_STATES = proof("test_hybrid", "test_a_refilled_row_begins_without_a_state")
+OTHER_LENGTH = proof("test_hybrid", "test_a_text_that_parts_from_the_one_before_it_begins_anew")
+
+
+def rings(cache, places):
+    """Of each row that is fed: its number, its first position, its tokens; then both rings, by rows."""
+    inputs_MC, states_SHDE, _ = cache
+    size = inputs_MC.shape[0] * places.ring // states_SHDE.shape[0]
+    spans = [(first // places.capacity, start, count) for first, start, count in places.rows]
+    states_RP = states_SHDE.view(-1, places.ring, *states_SHDE.shape[1:])
+    return spans, inputs_MC.view(-1, size, inputs_MC.shape[1]), states_RP
+
+
+def ends_of(net, spans):
+    """How many tokens each row had been fed before this pass; notes how many it has after it."""
+    ends = vars(net).setdefault("ends", {})
+    before = {row: ends.get(row, start) for row, start, _ in spans}
+    ends.update({row: start + count for row, start, count in spans})
+    return before
+
+
+@fault("states: a round without drafts leaves the state before it", LINEAR, WITHOUT_DRAFTS)
+def _(forward, net, x, turns, cache, places):
+    kept = cache[1].clone()
+    read = forward(net, x, turns, cache, places)
+    if all(count == 1 for _, _, count in places.rows):
+        cache[1].copy_(kept)
+    return read
+
+
+@fault("states: the one after all drafts counts, not the accepted one", LINEAR, HYBRID)
+def _(forward, net, x, turns, cache, places):
+    spans, _, states_RP = rings(cache, places)
+    for row, end in ends_of(net, spans).items():
+        start = next(start for each, start, _ in spans if each == row)
+        if end > start > 0:
+            states_RP[row, (start - 1) % places.ring] = states_RP[row, (end - 1) % places.ring]
+    return forward(net, x, turns, cache, places)
+
+
+@fault("states: the convolution's tail is not rolled back", LINEAR, HYBRID)
+def _(forward, net, x, turns, cache, places):
+    spans, inputs_RP, _ = rings(cache, places)
+    size = inputs_RP.shape[1]
+    for row, end in ends_of(net, spans).items():
+        start = next(start for each, start, _ in spans if each == row)
+        if end > start > 0:
+            last = [inputs_RP[row, (end - back) % size].clone() for back in range(1, net.tail + 1)]
+            for back, held in enumerate(last, start=1):
+                inputs_RP[row, (start - back) % size] = held
+    return forward(net, x, turns, cache, places)
+
+
+@fault("states: all rows go back as far as the first", LINEAR, HYBRID_ROWS)
+def _(forward, net, x, turns, cache, places):
+    spans, _, states_RP = rings(cache, places)
+    ends = ends_of(net, spans)
+    if len(spans) > 1 and all(start for _, start, _ in spans):
+        back = ends[spans[0][0]] - spans[0][1]
+        for row, start, _ in spans[1:]:
+            wrong = max(ends[row] - back, 1)
+            states_RP[row, (start - 1) % places.ring] = states_RP[row, (wrong - 1) % places.ring]
+    return forward(net, x, turns, cache, places)
+
+
+@fault("states: a verify pass runs on scratch caches", LINEAR, HYBRID)
+def _(forward, net, x, turns, cache, places):
+    is_verify = any(start and count > 1 for _, start, count in places.rows)
+    scratch = [tensor.clone() for tensor in cache] if is_verify else cache
+    return forward(net, x, turns, scratch, places)
+
+
+@fault("states: a refilled row begins with those of the text before", LINEAR, REFILLED_STATES)
+def _(forward, net, x, turns, cache, places):
+    spans, inputs_RP, _ = rings(cache, places)
+    both = places.ring * inputs_RP.shape[1]  # after so many positions, places in both rings are the same
+    used = vars(net).setdefault("used", set())
+    rows = [
+        (first, both if start == 0 and row in used else start, count)
+        for (row, start, count), (first, _, _) in zip(spans, places.rows, strict=True)
+    ]
+    used.update(row for row, _, _ in spans)
+    return forward(net, x, turns, cache, replace(places, rows=tuple(rows)))
+
+
+@fault(
+    "states: a chat goes on from a state of another length",
+    "models.kv_cache:KVCache.resumable models.kv_cache:KVCache.feed",
+    OTHER_LENGTH,
+)
+def _(_kept, _cache, *given):
+    """Any length will do, and nothing is noted."""
+    return given[-1] if len(given) == 2 else None
+
+
 # Texts: what ends them, what is told of broken ones, what stays of those before.
 
 TRIM, BLOCK_END = "speculative.generate:Limits.trim", walked("EOS inside the block")
