@@ -7,6 +7,7 @@ it are overwritten when their positions come again.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,12 @@ class ModelRunner:
         self._given: list[int] = []  # the length of each text when it was first fed
         self._cache: Cache | None = None
         self.observer: Observer | None = None
+
+    @property
+    def cache(self) -> Any:
+        """Returns the cache, which its model made; a head may read it."""
+        assert self._cache is not None, "start() comes first"
+        return self._cache
 
     def start(self, rows: int, capacity: int) -> None:
         """Begins a batch with an empty cache."""
