@@ -4,6 +4,8 @@ The blocks of a head, which are those of a usual model, are transformers' own.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
-from transformers import AutoConfig, AutoModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM
 
 from llama_ssp.config import Dtype
 from llama_ssp.models.heads.load import load_head
@@ -100,11 +102,15 @@ def save_dflash(
 
 def loaded(
     folder: Path, layers: int = 5, table: Tensor | None = None, output: Tensor | None = None,
-    fast: bool = False,
+    fast: bool = False, dtype: Dtype = Dtype.fp32, target: Any = None,
 ) -> HeadModel:  # fmt: skip
-    """The head of the folder; `table` and `output` are the target's own embedding and output matrix."""
-    where = Dtype.fp32, torch.device("cpu"), layers
-    return load_head(folder, *where, lambda is_output: ((table, output)[is_output], True), "head", fast)
+    """The head of the folder; `table` and `output` are the target's own embedding and output matrix.
+
+    `target` is its config, for a head that reads its cache.
+    """
+    where = dtype, torch.device("cpu"), layers
+    tables = (table, output)
+    return load_head(folder, *where, lambda is_output: (tables[is_output], True), "head", fast, target)
 
 
 class Reference:
@@ -185,3 +191,67 @@ class DFlashReference(Reference):
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         place = len(drafts) + (not self.content.get("sample_from_anchor", False))
         return self.linear(self.normed(x, "norm"), "lm_head")[place]
+
+
+# Of an assistant's text part, whose keys and values are the target's (tests.families.GEMMA4).
+ASSISTANT: dict[str, Any] = {
+    "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 3,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": True,
+}  # fmt: skip
+OF_TARGET = ("sliding_window", "rope_parameters", "vocab_size", "max_position_embeddings", "attention_k_eq_v")
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Has transformers 5.23 build a text model whose layers all read another model's keys."""
+    kind = CONFIG_MAPPING["gemma4_text"]
+    usual = kind.kv_sharing_modes
+
+    def modes(config: Any) -> list[str | None]:
+        count = config.num_hidden_layers
+        return ["reuse"] * count if config.num_kv_shared_layers == count else usual.fget(config)
+
+    kind.kv_sharing_modes = property(modes)
+    try:
+        yield
+    finally:
+        kind.kv_sharing_modes = usual
+
+
+def save_assistant(
+    folder: Path, target: Any, groups: int = 0, chosen: int = 2, dtype: torch.dtype = torch.float32,
+    loud: float = 12.0, **changes: Any,
+) -> Any:  # fmt: skip
+    """Saves a random assistant of the target with this config; returns transformers' module.
+
+    With `groups` only tokens of the `chosen` ones have logits.
+    """
+    kinds = [target.per_layer_config[kind] for kind in ("sliding_attention", "full_attention")]
+    text = {key: getattr(target, key) for key in OF_TARGET} | ASSISTANT
+    text |= {
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_key_value_heads": kinds[0].num_key_value_heads, "head_dim": kinds[0].head_dim,
+        "num_global_key_value_heads": kinds[1].num_key_value_heads, "global_head_dim": kinds[1].head_dim,
+    }  # fmt: skip
+    config = CONFIG_MAPPING["gemma4_assistant"](
+        text_config=CONFIG_MAPPING["gemma4_text"](**text | changes), backbone_hidden_size=target.hidden_size,
+        use_ordered_embeddings=groups > 0, num_centroids=groups or 1, centroid_intermediate_top_k=chosen,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    with sharing():
+        module = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+            else:
+                parameter.mul_(loud)
+        for name, buffer in module.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape))
+            elif name.endswith("token_ordering"):
+                buffer.copy_(torch.randperm(len(buffer)))
+    module = module.to(dtype).eval()
+    module.save_pretrained(folder)
+    return module

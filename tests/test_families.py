@@ -271,7 +271,9 @@ def test_a_family_is_one_row() -> None:
     rows.add(("config/schema.py", "llama"))  # models that the program makes for itself
     kinds = "gemma3", "gpt2", "llama", "phi3", "qwen2"  # of tokenizers, in GGUF
     tokenizers = {("text/gguf_tokenizer.py", name) for name in kinds}
-    heads = {("models/heads/settings.py", name) for name in ("llama", "qwen3")}  # kinds of their blocks
+    kinds_of_blocks = ("llama", "qwen3", "gemma4_text")
+    of_heads = (*kinds_of_blocks, "gemma4_assistant", "gemma4_unified_assistant")
+    heads = {("models/heads/settings.py", name) for name in of_heads if name in every}
     assert named - {("report/machine.py", "git")} == rows | tokenizers | heads  # the program, not a model
 
 

@@ -182,6 +182,8 @@ class ModelConf:
     head_inputs: int = size("Numbers of the target's hidden states that a trained head reads; 0 is no head.")
     head_vocab: int = size("Tokens that a trained head can draft.")
     head_block: int = number(0, 0, 64, "Drafts of a pass of a head that drafts a block; 0 is one a pass.")
+    head_shares_cache: bool = key(False, "The head reads the target's keys and values, and keeps none.")
+    head_centroids: int = size("Groups of tokens by which a head chooses those with logits; 0 is none.")
     vocab: int = size("Tokens of the vocabulary.")
     context: int = size("The longest text, in tokens.")
     tied: bool = key(False, "The output matrix is the embedding.")

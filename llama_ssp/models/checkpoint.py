@@ -33,7 +33,7 @@ from llama_ssp.models.formats.quantised_config import (
     quantised_config,
     require_readable,
 )
-from llama_ssp.models.heads.settings import head_settings, kind_of
+from llama_ssp.models.heads.settings import AssistantSettings, head_settings, kind_of
 from llama_ssp.models.hub import cached_gguf, cached_tokenizer, commit_of, file_of, hub_copy
 from llama_ssp.models.packages import kept_file, package_copy
 from llama_ssp.models.sizes import LINEAR_SIZES, Checkpoint, config_file, require_positions, sizes_of
@@ -125,6 +125,8 @@ def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
         head_vocab=head.vocab,
         head_block=head.drafts,
         tied=not head.embeds,
+        head_shares_cache=head.shares_cache,
+        head_centroids=head.centroids if isinstance(head, AssistantSettings) else 0,
     )
 
 

@@ -60,6 +60,11 @@ class DecoderModel(Model):
             return table_VH if len(table_VH) == self.vocab else None
         return None
 
+    @torch.inference_mode()
+    def normed(self, state_TH: Tensor) -> Tensor:
+        result_TH: Tensor = self.decoder.norm(state_TH)
+        return result_TH
+
     def new_cache(self, rows: int, capacity: int, rewinds: int = 0, spare: int = 0) -> KVCache:
         """Returns a cache; `spare` slots of it are for pads of graphs."""
         return KVCache.of(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from llama_ssp.errors import ModelError
 from llama_ssp.models.passes import Pass
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,16 @@ class Model(Loaded, Protocol):
     def table(self, output: bool) -> Tensor | None:
         """Returns the embedding, or the output matrix, if this process has all of it as numbers."""
         return None
+
+    def normed(self, state_TH: Tensor) -> Tensor:
+        """Returns what the output matrix is given of these states, which the last block has given."""
+        raise ModelError(
+            "a head reads what this model does not give",
+            where=self.name,
+            found=type(self).__name__,
+            allowed="a model that the decoder runs",
+            fix="use another draft",
+        )
 
     def new_cache(self, rows: int, capacity: int, rewinds: int = 0) -> Any:
         """Returns a Cache of so many rows and tokens of each.

@@ -62,6 +62,8 @@ class Part(StrEnum):
     positions = auto()
     states = auto()  # of a trained head: what makes its input of the target's hidden states
     state_norm = auto()
+    back = auto()  # what makes a hidden state of the target's width of a head's own
+    centroids = auto()
     qkv = auto()
     query_norm = auto()
     key_norm = auto()
@@ -162,6 +164,8 @@ class HeadSizes:
     state_norms: tuple[tuple[str, int], ...] = ()  # EAGLE-3's norms of the states, before they are fused
     embeds: bool = True  # it has an embedding of its own
     heads: bool = True  # and an output matrix
+    shares_cache: bool = False  # it reads the target's keys and values (Gemma 4's assistants)
+    centroids: int = 0  # of groups of tokens, some of which have logits; 0: all tokens have
 
 
 @dataclass(frozen=True)
@@ -247,7 +251,7 @@ class Sizes:
 
     def prefix(self, block: int) -> str:
         """Returns what the names of a block's tensors begin with."""
-        if self.trained_head is None:
+        if self.trained_head is None or self.trained_head.shares_cache:
             return f"{self.family.names.blocks}.{block}."
         if self.trained_head.has_block:
             return f"layers.{block}."
@@ -537,7 +541,11 @@ def sizes_of_model(model: ModelConf) -> Sizes:
     trained_head = None
     if model.is_head:
         trained_head = HeadSizes(
-            inputs=model.head_inputs, vocab=model.head_vocab, has_block=model.head_block > 0
+            inputs=model.head_inputs,
+            vocab=model.head_vocab,
+            has_block=model.head_block > 0,
+            shares_cache=model.head_shares_cache,
+            centroids=model.head_centroids,
         )
     sparse = range(model.dense_layers, model.n_layers) if model.experts else ()
     delta: DeltaSizes | None = None
@@ -996,6 +1004,9 @@ def _trained_head(sizes: Sizes) -> Iterator[TensorRow]:
     """EAGLE-3: one block that reads a token's embedding and the states. DFlash: usual blocks."""
     head = sizes.trained_head
     assert head is not None
+    if head.shares_cache:
+        yield from _assistant(sizes, head)
+        return
     if head.embeds:
         yield TensorRow(
             part=Part.embedding,
@@ -1031,6 +1042,43 @@ def _trained_head(sizes: Sizes) -> Iterator[TensorRow]:
     yield _norm(sizes, Part.norm, "norm")
 
 
+def _assistant(sizes: Sizes, head: HeadSizes) -> Iterator[TensorRow]:
+    """Usual blocks without keys and values, and projections from the target's width and back."""
+    yield TensorRow(
+        part=Part.head,
+        group=HEAD,
+        weight=f"{sizes.family.names.embedding}.weight",
+        outputs=head.vocab,
+        inputs=sizes.dim,
+        split=Split.vocabulary,
+    )
+    before = TensorRow(
+        part=Part.states,
+        group=LAYERS,
+        weight="pre_projection.weight",
+        outputs=sizes.dim,
+        inputs=2 * head.inputs,
+    )
+    yield before
+    yield replace(
+        before, part=Part.back, weight="post_projection.weight", outputs=head.inputs, inputs=sizes.dim
+    )
+    if head.centroids:
+        yield replace(
+            before,
+            part=Part.centroids,
+            weight="masked_embedding.centroids.weight",
+            outputs=head.centroids,
+            inputs=sizes.dim,
+        )
+    yield from _block_norms(sizes)
+    for row in _attention(sizes):
+        if row.part in (Part.query_norm, Part.output) or row.split is Split.queries:
+            yield row
+    yield from _mlp(sizes)
+    yield _norm(sizes, Part.norm, sizes.family.names.norm)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateRow:
     """What a cache keeps of each of these blocks.
@@ -1056,6 +1104,8 @@ class StateRow:
 def states(share: Share) -> tuple[StateRow, ...]:
     """Returns what this rank's cache keeps."""
     sizes = share.sizes
+    if sizes.trained_head is not None and sizes.trained_head.shares_cache:
+        return ()
     rows = [
         StateRow(
             name=name,
@@ -1103,7 +1153,7 @@ CacheShape = tuple[int, int] | DeltaShape  # KV heads and their width, or what a
 
 
 def cache_shapes(share: Share) -> list[CacheShape]:
-    """Returns what a cache keeps of each block; values have the shape of keys."""
+    """Returns what a cache keeps of each block that keeps any; values have the shape of keys."""
     sizes = share.sizes
     every = states(share)
     shapes: dict[int, CacheShape] = {
@@ -1119,4 +1169,4 @@ def cache_shapes(share: Share) -> list[CacheShape]:
             channels=rows[TAILS].width,
             tail=rows[TAILS].tail,
         )
-    return [shapes[block] for block in range(sizes.n_layers)]
+    return [shapes[block] for block in sorted(shapes)]

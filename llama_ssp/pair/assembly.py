@@ -33,6 +33,7 @@ from llama_ssp.models.heads.load import load_head, table_on_disk
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import DRAFT, load
+from llama_ssp.models.model_config import config_of
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.pair.placements import ModelPlacement, Placements
 from llama_ssp.pair.trial import Trial
@@ -308,7 +309,34 @@ def _loaded_head(placed: ModelPlacement, below: ModelPlacement, target: Model) -
 
     path = placed.path or Path()
     layers = below.model.n_layers
-    return load_head(path, placed.dtype, placed.device, layers, tables, placed.model.name, placed.compiled)
+    config = None
+    if placed.model.head_shares_cache:
+        require_same_memory(placed, below, target)
+        config = config_of(below.model, below.path, TARGET)
+    return load_head(
+        path,
+        placed.dtype,
+        placed.device,
+        layers,
+        tables,
+        placed.model.name,
+        placed.compiled,
+        target=config,
+    )
+
+
+def require_same_memory(placed: ModelPlacement, below: ModelPlacement, target: Model) -> None:
+    """Refuses a head that could not read the target's cache: on another device, or in another format."""
+    numbers = TORCH_DTYPES[placed.dtype]
+    if placed.device == below.device and numbers == target.dtype:
+        return
+    raise UsageError(
+        "a head that reads the target's cache has its device and its number format",
+        where="placement.draft_device, draft.dtype",
+        found=f"{placed.device} and {numbers}".replace("torch.", ""),
+        allowed=f"{below.device} and {target.dtype}".replace("torch.", ""),
+        fix="leave both out",
+    )
 
 
 @contextmanager

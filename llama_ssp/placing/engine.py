@@ -51,8 +51,8 @@ def why_eager(
         return f"placement.splitting={splitting.value}"
     if not is_planned(model):
         return f"architecture {architecture(model)} has no row in models/families.py"
-    if model.head_block:
-        return "a DFlash head runs eagerly"
+    if model.head_block or model.head_shares_cache:
+        return "a DFlash head runs eagerly" if model.head_block else "an assistant of a Gemma 4 runs eagerly"
     if dtype not in COMPILED_DTYPES and (on_cpu or dtype not in ON_GPUS_TOO):
         return f"steps in {dtype.value} are not compiled{' on a CPU' if on_cpu else ''}"
     for _, width in kinds_of_heads(model):

@@ -25,9 +25,10 @@ from llama_ssp.models.checkpoint import complete, folder_at_hand, outlined
 from llama_ssp.models.folder import weights_here
 from llama_ssp.models.kept_files import compiler
 from llama_ssp.models.own_sampling import OwnSampling, left_open
-from llama_ssp.models.sharding import is_planned, require_deepspeed, require_split
+from llama_ssp.models.sharding import architecture, is_planned, require_deepspeed, require_split
 from llama_ssp.placing.decision import RunDecision, decide
 from llama_ssp.placing.request import PairFiles, is_bridged
+from llama_ssp.planner.search import require_whole_cache
 from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import DRAFT, TARGET
 
@@ -132,6 +133,8 @@ def placed(files: PairFiles, worlds: list[int], least_k: int = 0) -> PairSpec:
 
     decided, decision = decide(files, worlds, least_k)
     placement = decision.placement.value
+    if run.draft is not None and run.draft.head_shares_cache:
+        require_whole_cache(placement)
     if placement.splitting is Splitting.deepspeed:
         require_deepspeed(run.model, placement.world)
     elif len(placement.target) > 1:
@@ -184,6 +187,8 @@ def require_head(draft: ModelConf, target: ModelConf, placement: PlacementConf, 
             allowed=f"a multiple of {target.dim}",
             fix="use a head that was trained for this target",
         )
+    if draft.head_shares_cache:
+        _require_own_target(draft, target)
     if placement.splitting is not Splitting.tensor:
         raise UsageError(
             "a head drafts only for a target that is split by tensors",
@@ -199,6 +204,28 @@ def require_head(draft: ModelConf, target: ModelConf, placement: PlacementConf, 
             found=placement.draft.value,
             allowed="leader",
             fix="use placement=leader or placement=auto",
+        )
+
+
+def _require_own_target(draft: ModelConf, target: ModelConf) -> None:
+    """Refuses a head that reads another target's keys and values, or those of a target without a decoder."""
+    keys = ("family", "n_kv_heads", "head_dim", "full_kv_heads", "full_head_dim", "vocab")
+    wrong = [
+        f"{key} {getattr(draft, key)}, of the target {getattr(target, key)}"
+        for key in keys
+        if getattr(draft, key) != getattr(target, key)
+    ]
+    if draft.head_inputs != target.dim:
+        wrong.append(f"states of {draft.head_inputs} numbers, of the target {target.dim}")
+    if not is_planned(target):
+        wrong.append(f"{architecture(target)}, which transformers runs")
+    if wrong:
+        raise ModelError(
+            "the assistant does not read this target's keys and values",
+            where=f"draft {draft.name}",
+            found="; ".join(wrong),
+            allowed="the target that it was made for, on the decoder",
+            fix="use its own assistant, another draft, or n-grams",
         )
 
 

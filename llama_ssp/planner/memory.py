@@ -300,6 +300,8 @@ def _part_of_draft(target: Role, draft: Role, placement: Placement, work: Worklo
     block = part.head_block + 1 if part.head_block else 0
     room = min(min(work.slots, target.model.context) + block, draft.model.context)
     role_part = RolePart.of(draft, part, room, work.draft_caches)
+    if draft.model.head_shares_cache:
+        return replace(role_part, waiting=WIDEST)
     if draft.model.is_head and not block:
         return replace(role_part, waiting=max(work.prefill_chunk, WIDEST))
     return role_part

@@ -220,12 +220,26 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
             fix="use placement=leader",
         )
 
+    if request.draft is not None and request.draft.model.head_shares_cache:
+        require_whole_cache(placement)
     degrees = len(placement.target), placement.draft_degree
     for role, degree in zip(request.roles, degrees, strict=False):
         if degree > 1:
             require_split(role.model, degree, role.role)
         else:
             require_quantised(role.model)
+
+
+def require_whole_cache(placement: Placement) -> None:
+    """Refuses several ranks of a target whose cache a head reads: each has some of the keys."""
+    if len(placement.target) > 1:
+        raise DistributedError(
+            "a head that reads the target's cache drafts for a target on one rank",
+            where="ranks",
+            found=placement.in_words(),
+            allowed="1",
+            fix="write ranks=1, or draft with another model, or n-grams",
+        )
 
 
 def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[Option]:

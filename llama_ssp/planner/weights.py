@@ -142,6 +142,11 @@ class ModelPart:
         return 0 if head is None else head.inputs
 
     @property
+    def shares_cache(self) -> bool:
+        """Returns whether it is a head that reads the target's keys and values."""
+        return self.sizes.trained_head is not None and self.sizes.trained_head.shares_cache
+
+    @property
     def whole_vocab(self) -> int:
         return self.sizes.vocab
 
@@ -331,6 +336,8 @@ def buffers(part: ModelPart) -> list[int]:
     if part.family.position_rows is not None:
         return []
     ids = [8 * part.vocab] if part.head_inputs and part.vocab < part.whole_vocab else []
+    if part.sizes.trained_head is not None and part.sizes.trained_head.centroids:
+        ids = [8 * part.vocab]  # the group of each token
     stored = [4 * row.outputs for row in layout(part.sizes) if row.group == BUFFERS for _ in row.blocks or ()]
     return [4 * (numbers // 2) for numbers in part.rotary_widths] + ids + stored
 
@@ -410,5 +417,6 @@ class RolePart:
             total += len(state.blocks) * -(-size // unit) * unit
         if self.part.linear_layers:
             total += -(-PLACE_BYTES // unit) * unit
-        waiting = rows * self.waiting * self.part.dim * width(self.dtype)
+        numbers = self.part.head_inputs if self.part.shares_cache else self.part.dim
+        waiting = rows * self.waiting * numbers * width(self.dtype)
         return self.caches * (total + -(-waiting // unit) * unit)

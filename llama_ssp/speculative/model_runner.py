@@ -8,6 +8,7 @@ that length, which its cache still has (models/kv_cache.py).
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,12 @@ class ModelRunner:
         self._given: list[int] = []  # the length of each text when it was first fed
         self._cache: Cache | None = None
         self.observer: Observer | None = None
+
+    @property
+    def cache(self) -> Any:
+        """Returns the cache, which its model made; a head may read it."""
+        assert self._cache is not None, "start() comes first"
+        return self._cache
 
     def start(self, rows: int, capacity: int) -> None:
         """Begins a batch with an empty cache."""

@@ -101,7 +101,7 @@ def hybrid(
     return DecoderModel(decoder.eval(), config, f"hybrid-{seed}")
 
 
-class Plain:
+class TokenByToken:
     """The same model, token by token: no cache, no chunks, no triangular system."""
 
     def __init__(self, vocab: int, seed: int, context: int = 64, sharpness: float = 0.7) -> None:

@@ -12,20 +12,24 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from llama_ssp.config import SamplingConfig
+from llama_ssp.config import Dtype, SamplingConfig
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.heads.model import HeadModel
+from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.speculative.draft_length import AdaptiveDraftLength, Costs, DraftLength, FixedDraftLength
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.state import Prompt
-from tests.heads import loaded, save_dflash, save_head
+from tests.families import build, decoder_of
+from tests.heads import loaded, save_assistant, save_dflash, save_head
 from tests.proofs.choices import distance, every_branch
-from tests.proofs.hybrid import Plain, hybrid
+from tests.proofs.hybrid import TokenByToken, hybrid
 from tests.proofs.reference import reference_law
 from tests.proofs.toy import WIDTH, toy
 from tests.rig import GREEDY, engine_of
@@ -60,6 +64,7 @@ class Scenario:
     bridge: str | None = None  # between two of tests.tongues
     head: tuple[int, ...] | None = None  # a trained head drafts, which has these of the target's tokens
     width: int = 0  # of its block, if it gives all drafts in one pass
+    groups: int | None = None  # an assistant drafts for a Gemma 4; of tokens, some of which have logits
 
 
 class StopAt:
@@ -76,7 +81,9 @@ class StopAt:
         return None
 
 
-def models(s: Scenario) -> tuple[CausalModel, CausalModel | HeadModel | str | None]:
+def models(s: Scenario) -> tuple[Any, CausalModel | HeadModel | str | None]:
+    if s.groups is not None:
+        return assisted(s.vocab, s.context, s.draft_context, s.groups)
     target = s.build(s.vocab, 0, context=s.context, window=s.window)
     if s.head is not None:
         head = head_of(s.vocab, s.head, s.draft_context, s.width)
@@ -101,11 +108,43 @@ def head_of(vocab: int, ids: tuple[int, ...], context: int, width: int) -> HeadM
         return loaded(save_head(Path(folder), **common, **sizes))
 
 
+@cache
+def assisted(vocab: int, context: int, draft_context: int, groups: int) -> tuple[DecoderModel, HeadModel]:
+    """A random Gemma 4 with a window of two tokens, and its assistant; their distributions overlap."""
+    sizes = {"vocab_size": vocab, "sliding_window": 2, "max_position_embeddings": context}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    module = build("gemma4", 0, torch.float64, mild=True, **sizes, **ends)
+    target = DecoderModel(decoder_of(module), module.config, "target")
+    with TemporaryDirectory() as folder:
+        save_assistant(
+            Path(folder), module.config, groups, chosen=max(1, groups - 1), dtype=torch.float64,
+            max_position_embeddings=draft_context,
+        )  # fmt: skip
+        table = target.table(False)
+        head = loaded(Path(folder), 3, table, dtype=Dtype.fp64, target=module.config)
+    target.tap(head.taps)
+    return target, head
+
+
+class Plain:
+    """A decoder as a module: one pass over a text, with a cache of its own."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        self._model = model
+
+    def __call__(self, input_ids: torch.Tensor, use_cache: bool = False) -> Any:
+        length = input_ids.shape[1]
+        pass_ = Pass(spans=all_rows([0], [length]), device=self._model.device)
+        logit_BWV = self._model.logits(input_ids, pass_, self._model.new_cache(1, length))
+        return SimpleNamespace(logits=logit_BWV)
+
+
 def walk(s: Scenario) -> tuple[float, int]:
     """Total variation between the loop's joint distribution and the target's, and the number of branches."""
     target, draft = models(s)
     found, branches = every_branch(lambda draws: play(s, target, draft, draws))
-    return distance(found, expected(s, s.plain() if s.plain else target.module)), branches
+    plain = s.plain() if s.plain else getattr(target, "module", Plain(target))
+    return distance(found, expected(s, plain)), branches
 
 
 def play(s: Scenario, target: CausalModel, draft: Any, draws: Any) -> Outcome:
@@ -265,7 +304,7 @@ HEADS: dict[str, Scenario] = {
 
 
 def _hybrid(vocab: int = 2, **changes: Any) -> Scenario:
-    return replace(Scenario(vocab=vocab, build=hybrid, plain=lambda: Plain(vocab, 0)), **changes)
+    return replace(Scenario(vocab=vocab, build=hybrid, plain=lambda: TokenByToken(vocab, 0)), **changes)
 
 
 # Targets and drafts with recurrent states. Their rings have the states of K drafts, and no others.
@@ -289,4 +328,16 @@ HYBRIDS: dict[str, Scenario] = {
     ),
 }
 
-SCENARIOS = BASE | BRIDGED | HEADS | HYBRIDS
+_ASSISTED = Scenario(groups=0)
+ASSISTED: dict[str, Scenario] = {
+    "assistant": _ASSISTED,
+    "assistant, EOS inside the block": replace(_ASSISTED, ends=THIRD),
+    "assistant, two ragged rows with EOS": replace(
+        _ASSISTED, prompts=ENDING, vocab=2, k=1, new=3, ends=SECOND
+    ),
+    "assistant, every control": replace(_ASSISTED, vocab=4, groups=2, sampling=CONTROLS, ends=THIRD),
+    "assistant, its context ends": replace(_ASSISTED, vocab=2, draft_context=3, new=4),
+    "assistant, a prompt of one token": replace(_ASSISTED, prompts=((1,),), vocab=2),
+}  # fmt: skip
+
+SCENARIOS = BASE | BRIDGED | HEADS | HYBRIDS | ASSISTED

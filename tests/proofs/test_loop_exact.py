@@ -2,10 +2,11 @@
 
 Enumerated: every branch of every draw and coin of a run, for each scenario of scenarios.py (rows of other
 lengths, ends inside a block, stop strings, contexts that end, every sampling control, n-grams, another
-tokenizer, trained heads), and for four of transformers' model classes. Compared: the joint distribution of
-the texts and of why they ended, with the product of the target's own next-token distributions. Bound: a total
-variation of 1e-12 in fp64; 1e-6 for transformers' classes, which compute rope or attention in fp32. Controls:
-the faults that mutants.py plants in drafts, caches, masks, controls and ends each fail a scenario here.
+tokenizer, trained heads, an assistant that reads the target's cache), and for four of transformers' model
+classes. Compared: the joint distribution of the texts and of why they ended, with the product of the
+target's own next-token distributions. Bound: a total variation of 1e-12 in fp64; 1e-6 for transformers'
+classes, which compute rope or attention in fp32. Controls: the faults that mutants.py plants in drafts,
+caches, masks, controls and ends each fail a scenario here.
 """
 
 from dataclasses import replace
@@ -16,7 +17,7 @@ import torch
 from llama_ssp.models.interface import Model
 from llama_ssp.speculative.verification import RULES
 from tests.families import build, runnable
-from tests.proofs.scenarios import BRIDGED, HEADS, SCENARIOS, Scenario, walk
+from tests.proofs.scenarios import ASSISTED, BRIDGED, HEADS, SCENARIOS, Scenario, walk
 
 # Scenarios that have a single path; the others have many.
 FOLLOWED = dict.fromkeys(["greedy", "Intersection, greedy", "head, greedy", "hybrid, greedy"], 1)
@@ -28,13 +29,13 @@ BY_TOKEN = (
     "draft equals target", "every control", "penalties, long block", "minimum length", "greedy",
     "the context ends", "narrower draft vocabulary", "all that the draft has is forbidden",
     "Intersection, overlapping", "Intersection, every control",
-    "head", "head, two ragged rows with EOS", "DFlash head, every control",
+    "head", "head, two ragged rows with EOS", "DFlash head, every control", "assistant",
 )  # fmt: skip
 AT_ONCE = ("overlapping", "greedy", "the draft's context ends")  # of those with two vocabularies
 
 
 def is_slow(name: str, rule: str) -> bool:
-    return (name in BRIDGED and not name.endswith(AT_ONCE)) or (name in HEADS and rule == "token")
+    return (name in BRIDGED and not name.endswith(AT_ONCE)) or (name in HEADS | ASSISTED and rule == "token")
 
 
 @pytest.mark.few(10)

@@ -223,6 +223,50 @@ fault("DFlash: drafts one place on", "models.heads.model:DFlashModel.logits", DF
     lambda logits, *of: logits(*of).roll(1, 1)
 )
 
+# Assistants that read the target's cache.
+
+ASSISTANT, PLACES = f"{DRAFTERS}head:AssistantDrafter.", "models.heads.model:AssistantModel.places"
+BY_MODULES = "test_assistants", "test_declared_distributions_are_those_of_transformers"
+DECLARED = proof(*BY_MODULES, "all tokens", "gemma4")
+
+
+fault("assistant: sees a token that the target has not kept", PLACES, DECLARED)(
+    lambda places, model, texts, cache, behind: places(model, texts, cache, behind=1)
+)
+fault("assistant: reads the target's cache one token late", PLACES, DECLARED)(
+    lambda places, model, texts, cache, behind: places(model, texts, cache, behind=3 if behind == 2 else 1)
+)
+
+
+@fault("assistant: its position moves on within a round", PLACES, DECLARED)
+def _(places, model, texts, cache, behind):
+    if behind == 1:
+        known = vars(model).setdefault("known_texts", [])
+        moved = known.count(texts)
+        known.append(texts)
+        texts = [(row, min(length + moved, cache.capacity)) for row, length in texts]
+    return places(model, texts, cache, behind)
+
+
+@fault("assistant: the state of the last draft, not of the accepted one", f"{ASSISTANT}observe", DECLARED)
+def _(observe, drafter, token_BS, fed, state_TX):
+    lasts = list(accumulate(count for _, _, count in fed))
+    last_T = [last - 1 for (_, _, count), last in zip(fed, lasts, strict=True) for _ in range(count)]
+    observe(drafter, token_BS, fed, state_TX[last_T])
+
+
+@fault("assistant: a window begins a token late", "models.heads.layers:ReadingAttention.remember", DECLARED)
+def _(remember, attention, x_TH, turns, cache, places):
+    if attention.scores.window is not None:
+        attention.scores = replace(attention.scores, window=1)
+    return remember(attention, x_TH, turns, cache, places)
+
+
+CONTROLLED = walked("assistant, every control")
+fault("assistant: declares what was before the temperature", f"{ASSISTANT}propose", CONTROLLED)(
+    declares(lambda q: q**2.5 / (q**2.5).sum(-1, keepdim=True))
+)
+
 # Drafts of other ranks (drafting ahead).
 
 AHEAD, OVERLAP = f"{DRAFTERS}ahead:", "proofs.test_overlap"

@@ -8,17 +8,22 @@ DFlash is some blocks that read the last token and masks behind it, and give all
 values of the positions before the last token are made of the target's hidden states alone. The masks see
 these, the last token, and each other, also those behind them.
 
+A Gemma 4's assistant has usual blocks without keys and values: they read those that the target's last layer
+with a window, and its last one without, have in the cache. At a text's last token it is given this token's
+embedding and the target's state of the token before it; what it gives is the logits of the next token, and a
+state that stands for the target's. For further drafts it takes these, and stays at the same place.
+
 Suffixes of shapes as in decoder.py; X numbers of the target's hidden states, E the head's own vocabulary.
 """
 
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.models.attention import Places, Rotary
+from llama_ssp.models.attention import Places, Rotary, rotate
 from llama_ssp.models.decoder import Attention, Block, Mlp, Norm, Turns
 from llama_ssp.models.heads.settings import Eagle3Settings
 from llama_ssp.models.kv_cache import Caches, LayerCache
-from llama_ssp.models.linear import in_fp32
+from llama_ssp.models.linear import Embedding, in_fp32
 
 
 class Eagle3(nn.Module):
@@ -131,3 +136,80 @@ class DFlash(nn.Module):
 
     def _turns(self, places: Places) -> Turns:
         return {self.attentions[0].rotary or "": self.rotary(places)}
+
+
+class ReadingAttention(Attention):
+    """Attention to keys and values that another model keeps: it makes queries alone."""
+
+    def remember(
+        self, x_TH: Tensor, turns: Turns, cache: LayerCache, places: Places
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the tokens' queries, (T, H, D), and no gates; writes nothing."""
+        assert self.norms is not None and self.rotary is not None
+        query_THD = self.norms(self.qkv(x_TH).unflatten(-1, (-1, self.head_dim)))
+        return rotate(query_THD, turns[self.rotary]), None
+
+
+class Assistant(nn.Module):
+    """The layers of a Gemma 4's assistant: Q numbers wide, for a target of X numbers."""
+
+    group_V: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        embedding: Embedding,
+        before: nn.Module,
+        blocks: list[Block],
+        sources: list[int],
+        rotaries: dict[str, Rotary],
+        norm: Norm,
+        head: nn.Module,
+        after: nn.Module,
+        centroids: nn.Module | None,
+        group_V: Tensor | None,
+        chosen: int,
+    ) -> None:
+        """`embedding` is the target's, and `sources` says of each block which of the target's it reads.
+
+        `group_V`: of each token, the group that has its centroid; `chosen`: groups whose tokens have logits.
+        """
+        super().__init__()
+        self.embedding = embedding
+        self.before = before
+        self.blocks = nn.ModuleList(blocks)
+        self.sources = sources
+        self.rotaries = nn.ModuleDict(rotaries)
+        self.norm = norm
+        self.head = head
+        self.after = after
+        self.centroids = centroids
+        self.chosen = chosen
+        self.register_buffer("group_V", group_V, persistent=False)
+
+    def step(
+        self, token_R: Tensor, state_RX: Tensor, turned: Places, seen: Places, caches: Caches
+    ) -> tuple[Tensor, Tensor]:
+        """Returns logits (R, V) and the next state (R, X), of a token and the state before it.
+
+        Queries are turned to the places `turned`, and see the target's keys up to those of `seen`.
+        """
+        both = torch.cat([self.embedding(token_R).to(state_RX.dtype), state_RX], -1)
+        x_RQ = self.before(both).to(torch.promote_types(state_RX.dtype, torch.float32))
+        turns = {kind: rotary(turned) for kind, rotary in self.rotaries.items()}
+        for block, source in zip(self.blocks, self.sources, strict=True):
+            x_RQ = block(x_RQ, turns, caches[source], seen)
+        z_RQ = self.norm(x_RQ)
+        return self.logits(z_RQ), self.after(z_RQ)
+
+    def logits(self, z_RQ: Tensor) -> Tensor:
+        """Returns logits, (R, V); of tokens whose groups are not chosen 1 below the least of the others."""
+        logit_RV = in_fp32(self.head, z_RQ)
+        if self.centroids is None or self.group_V is None:
+            return logit_RV
+        fit_RC = self.centroids(z_RQ)
+        is_chosen_RC = torch.zeros_like(fit_RC, dtype=torch.bool)
+        is_chosen_RC.scatter_(1, fit_RC.topk(self.chosen, -1).indices, True)
+        is_chosen_RV = is_chosen_RC[:, self.group_V]
+        least_R1 = logit_RV.masked_fill(~is_chosen_RV, torch.inf).amin(-1, keepdim=True)
+        return torch.where(is_chosen_RV, logit_RV, least_R1 - 1)

@@ -14,18 +14,27 @@ from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import Assembly
+from llama_ssp.models.attention import Scores
+from llama_ssp.models.decoder import HeadLayout
 from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import REFETCH
 from llama_ssp.models.formats.adapted_source import adapted
-from llama_ssp.models.heads.layers import DFlash, Eagle3
-from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
-from llama_ssp.models.heads.settings import MAPS, Eagle3Settings, HeadSettings, head_settings
+from llama_ssp.models.heads.layers import Assistant, DFlash, Eagle3, ReadingAttention
+from llama_ssp.models.heads.model import AssistantModel, DFlashModel, Eagle3Model, HeadModel
+from llama_ssp.models.heads.settings import (
+    MAPS,
+    ORDER,
+    AssistantSettings,
+    Eagle3Settings,
+    HeadSettings,
+    head_settings,
+)
 from llama_ssp.models.layout import HeadSizes, Part, cache_shapes, rows_of, tensors_on_disk
-from llama_ssp.models.linear import Kernels, LayerFormat
+from llama_ssp.models.linear import Embedding, Kernels, LayerFormat
 from llama_ssp.models.loader import differences, opened, require_complete
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.safetensors_io import FileSource, Source
-from llama_ssp.models.shape import Shape, reason_against, shape_of
+from llama_ssp.models.shape import BlockShape, Shape, reason_against, shape_of
 from llama_ssp.models.steps import has_kernels
 
 # The target's embedding, or with True its output matrix, and whether that is the target's own memory.
@@ -41,12 +50,16 @@ class HeadAssembly(Assembly):
 
     model: Callable[..., HeadModel]
 
-    def __init__(self, config: Any, settings: HeadSettings, source: Source, form: LayerFormat) -> None:
+    def __init__(
+        self, config: Any, settings: HeadSettings, source: Source, form: LayerFormat, target: Any = None
+    ) -> None:
+        """`target`: transformers' config of the target, for a head that reads its cache."""
+        self.target = target
         shape = shape_of_head(config, settings)
         super().__init__(shape, config, source, ALONE, form, drafts=True)
         self.settings = settings
 
-    def made(self, embedding_VH: Tensor | None, output_EH: Tensor | None) -> Eagle3 | DFlash:
+    def made(self, embedding_VH: Tensor | None, output_EH: Tensor | None) -> Eagle3 | DFlash | Assistant:
         """Returns the head; embedding and output matrix are the target's, if the head has none."""
         if embedding_VH is None:
             embedding_VH = self.read(self.row(Part.embedding))
@@ -55,7 +68,7 @@ class HeadAssembly(Assembly):
         fc = self.form.head(self.read(self.row(Part.states)))
         return self._joined(embedding_VH, fc, self.form.head(output_EH))
 
-    def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> Eagle3 | DFlash:
+    def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> Eagle3 | DFlash | Assistant:
         raise NotImplementedError
 
     def ids(self) -> Tensor | None:
@@ -114,18 +127,93 @@ class Eagle3Assembly(HeadAssembly):
         return head.eval()
 
 
+class AssistantAssembly(HeadAssembly):
+    """Reads an assistant, whose blocks make queries alone."""
+
+    model = AssistantModel
+    settings: AssistantSettings
+
+    def attention(self, prefix: str, own: BlockShape) -> ReadingAttention:
+        heads = self.share.heads_of(own.full)
+        size = self.shape.heads_of(own.full).head_dim
+        # Its last key is that of the position before its own, and it sees one more than the window says.
+        window = None if own.window is None else own.window + 1
+        layout = HeadLayout(
+            sizes=[heads.queries * size],
+            head_dim=size,
+            scores=Scores(scale=self.shape.scale, window=window),
+            rotary=own.rotary,
+        )
+        return ReadingAttention(
+            qkv=self.columns(prefix, Part.qkv, own.full),
+            output=self.rows(prefix, Part.output, own.full),
+            heads=layout,
+            norms=self.norm(self.row(Part.query_norm, own.full), prefix),
+            sink_H=None,
+        )
+
+    def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> Assistant:
+        target = shape_of(self.target)
+        last = {block.window is None: number for number, block in enumerate(target.blocks)}
+        centroids = None
+        group_V = None
+        if self.settings.centroids:
+            centroids = self.form.head(self.read(self.row(Part.centroids)))
+            group_V = self.groups().to(self.device)
+        head = Assistant(
+            embedding=Embedding(embedding_VH, target.embedding_scale),
+            before=fc,
+            blocks=[self.block(self.shape.prefix(n), block) for n, block in enumerate(self.shape.blocks)],
+            sources=[last[block.window is None] for block in self.shape.blocks],
+            rotaries=self.rotaries(),
+            norm=self.norm(self.row(Part.norm)),
+            head=output,
+            after=self.form.head(self.read(self.row(Part.back))),
+            centroids=centroids,
+            group_V=group_V,
+            chosen=self.settings.chosen,
+        )
+        return head.eval()
+
+    def groups(self) -> Tensor:
+        """Returns the group of each token, (V,); the tensor on disk has the tokens group by group."""
+        token_V: Any = self.source.read(ORDER, None) if ORDER in self.source.shapes else torch.empty(0)
+        token_V = token_V.to(torch.int64)
+        place_V = torch.arange(self.settings.vocab)
+        if not torch.equal(token_V.sort().values, place_V):
+            raise ModelError(
+                "the assistant's order of tokens is none",
+                where=ORDER,
+                found=f"{len(token_V)} numbers",
+                allowed=f"each of {self.settings.vocab} tokens once",
+                fix=REFETCH,
+            )
+        group_V = torch.empty_like(place_V)
+        group_V[token_V] = place_V // (self.settings.vocab // self.settings.centroids)
+        return group_V
+
+
 def load_head(
-    path: Path, dtype: Dtype, device: torch.device, layers: int, tables: Tables, name: str, fast: bool
+    path: Path,
+    dtype: Dtype,
+    device: torch.device,
+    layers: int,
+    tables: Tables,
+    name: str,
+    fast: bool,
+    target: Any = None,
 ) -> HeadModel:
     """Loads the head of a folder.
 
-    `layers` are the target's; `tables` gives what the head does not have. Raises ModelError where folder and
-    target do not fit.
+    `layers` are the target's; `tables` gives what the head does not have; `target` is transformers' config of
+    the target. Raises ModelError where folder and target do not fit.
     """
     settings = head_settings(path)
     config = block_config(path, settings)
-    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    fast = fast and not settings.drafts and has_kernels(name, dtype, device, heads)
+    fast = fast and not settings.drafts and not settings.shares_cache
+    if fast:
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        fast = has_kernels(name, dtype, device, heads)
     kernels = Kernels.all if fast else Kernels.none
     form = LayerFormat(dtype=dtype, device=device, kernels=kernels)
     names = wanted(config, settings)
@@ -145,11 +233,11 @@ def load_head(
         if is_shared and table.data_ptr() == target_table.data_ptr():
             shared.append(table)
 
-    source = FileSource(path, {*names, *MAPS}, "model")
+    source = FileSource(path, {*names, *MAPS, ORDER}, "model")
     with closing(source):
-        shapes = {name: shape for name, shape in source.shapes.items() if name not in MAPS}
+        shapes = {name: shape for name, shape in source.shapes.items() if not settings.ignores(name)}
         require_complete(path, differences(names, shapes, config))
-        assembly = assembly_of(config, settings, source, form)
+        assembly = assembly_of(config, settings, source, form, target)
         head = assembly.made(*lent)
         ids_E = assembly.ids()
         _require_ids(path, settings, ids_E, source)
@@ -251,10 +339,14 @@ def table_on_disk(path: Path | None, model: ModelConf, output: bool) -> Tensor:
     return table_VH if isinstance(table_VH, Tensor) else table_VH.decoded(torch.float32)
 
 
-def assembly_of(config: Any, settings: HeadSettings, source: Source, form: LayerFormat) -> HeadAssembly:
+def assembly_of(
+    config: Any, settings: HeadSettings, source: Source, form: LayerFormat, target: Any = None
+) -> HeadAssembly:
     """Returns what reads a head of this kind."""
-    kind = DFlashAssembly if settings.drafts else Eagle3Assembly
-    return kind(config, settings, source, form)
+    kind: type[HeadAssembly] = DFlashAssembly if settings.drafts else Eagle3Assembly
+    if settings.shares_cache:
+        kind = AssistantAssembly
+    return kind(config, settings, source, form, target)
 
 
 def shape_of_head(config: Any, settings: HeadSettings) -> Shape:
@@ -276,6 +368,8 @@ def shape_of_head(config: Any, settings: HeadSettings) -> Shape:
         state_norms=tuple(state_norms),
         embeds=settings.embeds,
         heads=settings.heads,
+        shares_cache=settings.shares_cache,
+        centroids=settings.centroids if isinstance(settings, AssistantSettings) else 0,
     )
     return replace(shape_of(config), trained_head=trained_head)
 

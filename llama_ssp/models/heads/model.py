@@ -10,14 +10,14 @@ from torch import Tensor
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import attention
 from llama_ssp.models.graph_sizes import WIDEST
-from llama_ssp.models.heads.layers import DFlash, Eagle3
+from llama_ssp.models.heads.layers import Assistant, DFlash, Eagle3
 from llama_ssp.models.heads.settings import DFlashSettings, HeadSettings
 from llama_ssp.models.interface import Loaded, Tally
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels.build import complaint
 from llama_ssp.models.kv_cache import Caches, KVCache
 from llama_ssp.models.layout import CacheShape
-from llama_ssp.models.passes import Pass, all_rows
+from llama_ssp.models.passes import Pass, RowSpan, all_rows
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile
 from llama_ssp.models.quantization import scales_of
 
@@ -29,12 +29,13 @@ class HeadModel(Loaded):
 
     ranks = ALONE
     drafts = 0  # of one pass; 0: they come one after the other
+    shares_cache = False  # it reads the target's keys and values, and has none of its own
     ids_E: Tensor | None = None  # the target's ids of the head's tokens; None if they are the same
     shared: Collection[int] = ()  # addresses of tensors of the target's, which count there
 
     def __init__(
         self,
-        head: Eagle3 | DFlash,
+        head: Eagle3 | DFlash | Assistant,
         config: Any,
         *,
         cache_shapes: list[CacheShape],
@@ -50,8 +51,9 @@ class HeadModel(Loaded):
         self.vocab = int(config.vocab_size)
         self.context = int(config.max_position_embeddings)
         self.dim = int(config.hidden_size)
-        self.device = head.embedding.device
-        self.dtype = head.embedding.dtype
+        table = next(head.parameters())
+        self.device = table.device
+        self.dtype = table.dtype
         self.attend: attention.Attend = attention.attend_rows
         self.caches = Tally()
         self._layers = head
@@ -209,6 +211,50 @@ class Eagle3Model(HeadModel):
             log.warning("engine: %s runs eagerly: it does not compile: %s", self.name, complaint(error))
             self.is_compiled = False
         return self._program
+
+
+class AssistantModel(HeadModel):
+    """A Gemma 4's assistant. It runs eagerly: its keys and values are in the target's cache."""
+
+    shares_cache = True
+
+    def __init__(
+        self,
+        head: Assistant,
+        config: Any,
+        settings: HeadSettings,
+        *,
+        cache_shapes: list[CacheShape],
+        taps: tuple[int, ...],
+        name: str,
+        fast: bool,
+    ) -> None:
+        super().__init__(head, config, cache_shapes=cache_shapes, taps=taps, name=name, fast=fast)
+        self.head = head
+        self.width = settings.inputs
+
+    def new_states(self, rows: int, window: int) -> Tensor:
+        """Returns room for the target's states of `window` positions of each row, (rows * window, X)."""
+        state_NX = torch.empty(rows * window, self.width, dtype=self.dtype, device=self.device)
+        self.caches.add(state_NX)
+        return state_NX
+
+    @torch.inference_mode()
+    def step(
+        self, token_R: Tensor, state_RX: Tensor, texts: list[tuple[int, int]], cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """Returns logits (R, V) and the next state (R, X) of these rows of the target's cache.
+
+        `texts` has each row and the length of its text, n. The query stands at the last token, n - 1, which
+        the target has not read yet: it sees the keys of the positions before it.
+        """
+        turned = self.places(texts, cache, behind=1)
+        seen = self.places(texts, cache, behind=2)
+        return self.head.step(token_R.to(self.device), state_RX, turned, seen, cache.layers)
+
+    def places(self, texts: list[tuple[int, int]], cache: KVCache, behind: int) -> attention.Places:
+        """Returns a place in each text: that of the last token is 1 behind its length."""
+        return cache.places([RowSpan(row, length - behind, 1) for row, length in texts], self.attend)
 
 
 def draft_step(

@@ -24,8 +24,13 @@ from llama_ssp.models.folder import (
 
 EAGLE3 = "eagle3"
 DFLASH = "dflash"
+ASSISTANT = "gemma4_assistant"
+ASSISTANTS = (ASSISTANT, "gemma4_unified_assistant")  # by model_type
 FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 MAPS = "d2t", "t2d"  # a drafted token's id is its place plus d2t; t2d says which ids there are
+ORDER = "masked_embedding.token_ordering"  # an assistant's tokens, group by group
+# What an assistant's files may have and its layers do not read: they make no keys, and its tables are one.
+UNREAD = re.compile(r"lm_head\.|.*\.self_attn\.(k_proj|v_proj|k_norm)\.")
 TAPS = "eagle_aux_hidden_state_layer_ids"
 BLOCK_TAPS = "aux_hidden_state_layer_ids"
 BLOCKS = "llama", "qwen3"  # kinds of a head's block, by transformers' model_type
@@ -35,7 +40,7 @@ PREFIXES = "layers.0", "midlayer"  # of the block's tensors: speculators' and th
 OTHERS = re.compile(r"eagle|medusa|dflash|dspark|speculator|(?-i:MTP)", re.IGNORECASE)
 CLASSES = {EAGLE3: re.compile("eagle-?3", re.IGNORECASE), DFLASH: re.compile(r"dflash(?!\d)", re.IGNORECASE)}
 Shapes = dict[str, tuple[int, ...]]
-READ = "EAGLE-3 or DFlash, in the speculators layout or the raw one"
+READ = "EAGLE-3 or DFlash, in the speculators layout or the raw one, and Gemma 4's assistants"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +59,16 @@ class HeadSettings:
     heads: bool  # it has an output matrix of its own
 
     kind = "an EAGLE-3"  # for the log
+    shares_cache = False  # it reads the target's keys and values, and has none of its own
 
     @property
     def drafts(self) -> int:
         """Returns how many drafts one pass gives; 0: they come one after the other."""
         return 0
+
+    def ignores(self, name: str) -> bool:
+        """Returns whether a tensor of the folder is not one of the head's layers."""
+        return name in MAPS
 
     def taps_of(self, layers: int) -> tuple[int, ...]:
         """Returns the taps in a target of `layers` blocks: those of config.json, or EAGLE-3's usual ones."""
@@ -94,6 +104,28 @@ class DFlashSettings(HeadSettings):
         return self.width if self.from_anchor else self.width - 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class AssistantSettings(HeadSettings):
+    """An assistant of a Gemma 4, which reads the last layers' keys and values in the target's cache.
+
+    With `centroids` only tokens of some groups have logits: a group has a centroid, and the `chosen` groups
+    whose centroids fit best are taken.
+    """
+
+    centroids: int
+    chosen: int
+
+    kind = "an assistant's"
+    shares_cache = True
+
+    def ignores(self, name: str) -> bool:
+        return name == ORDER or bool(UNREAD.match(name))
+
+    def taps_of(self, layers: int) -> tuple[int, ...]:
+        """Returns the tap of what the last block gives."""
+        return (layers,)
+
+
 def kind_of(path: Path) -> str | None:
     """Returns the kind of trained head in a folder, by its name there; None for another model."""
     if is_gguf(path):
@@ -101,6 +133,8 @@ def kind_of(path: Path) -> str | None:
     content = read_json(path / "config.json")
     if kind := content.get("speculators_model_type"):
         return str(kind)
+    if content.get("model_type") in ASSISTANTS:
+        return ASSISTANT
     names = content.get("architectures")
     if not isinstance(names, list):
         return None
@@ -113,7 +147,8 @@ def kind_of(path: Path) -> str | None:
 def head_settings(path: Path) -> HeadSettings:
     """Reads and checks the folder of a head; a ModelError if it is of another kind, or cannot be read."""
     kind = kind_of(path)
-    if kind not in CLASSES:
+    readers = {EAGLE3: _eagle3, DFLASH: _dflash, ASSISTANT: _assistant}
+    if kind not in readers:
         raise ModelError(
             "this kind of trained head is not read",
             where=path,
@@ -126,7 +161,7 @@ def head_settings(path: Path) -> HeadSettings:
     layer = content.get("transformer_layer_config")
     block = dict(layer if isinstance(layer, dict) else content)
     block.pop("quantization_config", None)
-    return (_eagle3 if kind == EAGLE3 else _dflash)(path, content, block, _shapes(path))
+    return readers[kind](path, content, block, _shapes(path))
 
 
 def _eagle3(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: Shapes) -> Eagle3Settings:
@@ -234,6 +269,58 @@ def _dflash(path: Path, content: dict[str, Any], block: dict[str, Any], shapes: 
         width=width,
         mask_token=mask,
         from_anchor=bool(anchor),
+    )
+
+
+def _assistant(
+    path: Path, content: dict[str, Any], block: dict[str, Any], shapes: Shapes
+) -> AssistantSettings:
+    """Reads an assistant of a Gemma 4, whose layers all read another model's keys. Raises ModelError."""
+    block = dict(_object(content, "text_config"))
+    vocab: Any = block.get("vocab_size")
+    before = shapes.get("pre_projection.weight", ())
+    after = shapes.get("post_projection.weight", ())
+    are_matrices = type(vocab) is int and len(before) == 2 and len(after) == 2
+    if not are_matrices or before[::-1] != (2 * after[0], after[1]):
+        raise ModelError(
+            "the assistant lacks tensors",
+            where=path,
+            found=f"pre_projection {before}, post_projection {after}, a vocabulary of {vocab}",
+            allowed="two projections between its width and the target's",
+            fix=REFETCH,
+        )
+
+    is_ordered = content.get("use_ordered_embeddings", False)
+    centroids: Any = content.get("num_centroids", 2048) if is_ordered else 0
+    chosen: Any = content.get("centroid_intermediate_top_k", 32) if is_ordered else 0
+    are_numbers = type(centroids) is int and type(chosen) is int
+    fits = are_numbers and 1 <= chosen <= centroids and vocab % centroids == 0
+    if is_ordered not in (False, True) or (is_ordered and not fits):
+        raise ModelError(
+            "config.json describes no usable groups of tokens",
+            where=f"{path}: use_ordered_embeddings, num_centroids, centroid_intermediate_top_k",
+            found=f"{is_ordered}, {centroids}, {chosen}",
+            allowed=f"true or false, groups of one size of {vocab} tokens, some of them",
+            fix=REFETCH,
+        )
+
+    # Of its layers only queries are its own: what makes keys is not there, and nothing else is shared.
+    block.update(
+        model_type="gemma4_text",
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=False,
+        tie_word_embeddings=True,
+    )
+    return AssistantSettings(
+        block=block,
+        vocab=vocab,
+        taps=None,
+        inputs=after[0],
+        embeds=False,
+        heads=True,
+        centroids=centroids,
+        chosen=chosen,
     )
 
 

@@ -13,6 +13,8 @@ DFlash gives all drafts of a round in one pass. Of a text of n committed tokens 
 but the last one, and what they give does not depend on the text. What was read at positions that were
 rejected, and what the head's own pass wrote, is read anew before it counts.
 
+A Gemma 4's assistant reads the target's own cache. Of a text it keeps the target's last hidden states alone.
+
 Shapes: B rows, R of them drafting, T tokens of a pass, H the head's width, E the head's own vocabulary, V the
 target's, X the tapped states of the target side by side.
 """
@@ -32,7 +34,7 @@ from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.state import Proposal, State
 
 if TYPE_CHECKING:
-    from llama_ssp.models.heads.model import DFlashModel, Eagle3Model, HeadModel
+    from llama_ssp.models.heads.model import AssistantModel, DFlashModel, Eagle3Model, HeadModel
     from llama_ssp.models.kv_cache import KVCache
 
 
@@ -249,6 +251,72 @@ class BlockHeadDrafter(SamplesFromHead):
         return proposal_of(drawn, count)
 
 
+class AssistantDrafter(SamplesFromHead):
+    """Drafts with a head that reads the keys and values in the target's cache, and has none of its own.
+
+    Of a text of n committed tokens the target has read n - 1. The head is given the last token, and the
+    target's state of the one before it: position p is at place p modulo `WIDEST` of the row. Each further
+    draft is given the draft before it, and the state that the head made; where the query stands, and what it
+    sees, stay the same within a round.
+    """
+
+    def __init__(self, head: AssistantModel, target: ModelRunner, sampler: Sampler) -> None:
+        """`target` is the runner whose passes and cache the head reads."""
+        super().__init__(head, sampler)
+        self._head = head
+        self._target = target
+        target.observer = self.observe
+
+    def start(self, rows: int, capacity: int) -> None:
+        self._state_NX = self._head.new_states(rows, WIDEST)
+
+    def limit(self, length: int) -> int:
+        """Returns 0 before there is a hidden state: a text of one token has none."""
+        return reach(self._head.context, length) if length > 1 else 0
+
+    @torch.inference_mode()
+    def observe(self, token_BS: Tensor, fed: list[RowSpan], state_TX: Tensor) -> None:
+        """Keeps the last of the target's hidden states of a pass, by position."""
+        places: list[int] = []
+        kept: list[int] = []
+        begin = 0
+        for row, start, count in fed:
+            last = range(max(0, count - WIDEST), count)
+            places += [row * WIDEST + (start + i) % WIDEST for i in last]
+            kept += [begin + i for i in last]
+            begin += count
+        place_N, kept_N = sent([places, kept], state_TX.device)
+        state_NX = self._target.model.normed(state_TX[kept_N])
+        self._state_NX[place_N] = state_NX.to(self._state_NX.dtype)
+
+    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
+        if not max(count):
+            return nothing(state)
+
+        lengths = state.lengths
+        drawn: list[Drawn] = []
+        rows = [row for row, n in enumerate(count) if n]
+        places = [row * WIDEST + (lengths[row] - 2) % WIDEST for row in rows]
+        state_RX = self._state_NX[sent(places, self._head.device)]
+        for offset in range(max(count)):
+            wanted = [row for row, n in enumerate(count) if n > offset]
+            if wanted != rows:
+                state_RX = state_RX[sent([rows.index(row) for row in wanted], state_RX.device)]
+                rows = wanted
+
+            # The last token of the text, or the draft before this one.
+            row_R, last_R = sent([rows, [lengths[row] - 1 + offset for row in rows]], state.device)
+            texts = [(row, lengths[row]) for row in rows]
+            self._passes += 1
+            token_R = state.token_BS[row_R, last_R]
+            logit_RE, state_RX = self._head.step(token_R, state_RX, texts, self._target.cache)
+            logit_BV = self._in_target(logit_RE.to(state.device), rows, state.rows)
+            drawn.append(self._sampler.draw(state, offset, count, logit_BV))
+        return proposal_of(drawn, count)
+
+
 def head_drafter(head: Any, target: ModelRunner, sampler: Sampler) -> SamplesFromHead:
     """Returns the drafter of a head of this kind."""
+    if head.shares_cache:
+        return AssistantDrafter(head, target, sampler)
     return BlockHeadDrafter(head, target, sampler) if head.drafts else HeadDrafter(head, target, sampler)
