@@ -27,9 +27,9 @@ EXCEPTIONS = {
     ("models.kept_files", "place_of"): "a file's name is made of any facts",
     ("pair.api", "__exit__"): "Python gives the error, its class and its traceback",
     ("report.console", "__exit__"): "Python gives the error, its class and its traceback",
-    ("tasks.harness", "__init__"): "lm-eval gives what the user wrote in model_args",
-    ("tasks.harness", "_loglikelihood_tokens"): "lm-eval gives further arguments",
-    ("tasks.harness", "tok_encode"): "lm-eval gives further arguments",
+    ("tasks.harness_model", "__init__"): "lm-eval gives what the user wrote in model_args",
+    ("tasks.harness_model", "_loglikelihood_tokens"): "lm-eval gives further arguments",
+    ("tasks.harness_model", "tok_encode"): "lm-eval gives further arguments",
 }
 
 # Classes of libraries that take any number of equal arguments, so that a list of them is the plain way.

@@ -1,6 +1,7 @@
 """The pair in lm-evaluation-harness, offline, on small tasks: regular and speculative score alike."""
 
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from llama_ssp.config import Dtype
 from llama_ssp.tasks.arithmetic import questions
 from tests import checkpoints
-from tests.test_chat import BEGIN, END, PLAIN
+from tests.test_chat import BEGIN, END, NO_SYSTEM, PLAIN
 from tests.warm import Started
 
 pytest.importorskip("lm_eval", reason="lm-eval is an extra")
@@ -89,6 +91,8 @@ def test_a_draft_changes_no_score(tasks: Path) -> None:
     assert one["choices"]["acc,none"] == other["choices"]["acc,none"] > 0.8
     perplexities = [results["texts"]["word_perplexity,none"] for results in (one, other)]
     assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-4)
+    assert regular["tokenizer_eos_token"] == paired["tokenizer_eos_token"]
+    assert regular["max_length"] == 1024 and regular["eot_token_id"] == int(regular["tokenizer_eos_token"][1])
 
 
 def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
@@ -206,12 +210,249 @@ def test_a_setting_that_a_request_may_not_have(wrong: dict[str, int], chatting: 
         chatting.generate(**{"max_gen_toks": 6, **wrong})
 
 
-def test_a_batch_size_that_the_harness_would_measure_is_refused(chatting: Chatting) -> None:
+ASKED = "the quick brown fox jumps over the lazy dog"
+CHOICES = [(ASKED, " brown"), (ASKED, " fox"), (ASKED, "x"), (ASKED, " fox jumps")]
+
+
+def test_choices_of_one_context_share_what_is_read(chatting: Chatting, recorded: list[Any]) -> None:
+    """Those of an empty context are longer than it: each has a row, but for those that differ at the end."""
+    lm = chatting.lm
+    shared = lm.loglikelihood(requests("loglikelihood", *CHOICES))
+    assert [len(continuations) for continuations in recorded] == [4]
+    alone = [lm.loglikelihood(requests("loglikelihood", choice))[0] for choice in CHOICES]
+    for (total, is_greedy), (expected, was_greedy) in zip(shared, alone, strict=True):
+        assert total == pytest.approx(expected, abs=1e-4) and is_greedy is was_greedy
+
+    recorded.clear()
+    lm.loglikelihood(requests("loglikelihood", *(("", text) for text in ("ab", "ac", "dbc"))))
+    assert sorted(map(len, recorded)) == [1, 2]
+
+
+@pytest.fixture
+def recorded(chatting: Chatting, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The continuations of each context that was read."""
+    score = chatting.lm._pair.score_continuations
+    seen: list[Any] = []
+
+    def recording(contexts: Any, continuations: Any, top: int) -> Any:
+        seen.extend(continuations)
+        return score(contexts, continuations, top=top)
+
+    monkeypatch.setattr(chatting.lm._pair, "score_continuations", recording)
+    return seen
+
+
+def test_equal_requests_are_computed_once(chatting: Chatting, recorded: list[Any]) -> None:
+    first, second = chatting.lm.loglikelihood(requests("loglikelihood", CHOICES[0], CHOICES[0]))
+    assert first == second and recorded == [[tuple(chatting.lm.tok_encode(" brown"))]]
+
+
+TYPES = [
+    ({}, Dtype.fp32),
+    ({"dtype": "auto"}, Dtype.fp32),
+    ({"dtype": torch.bfloat16}, Dtype.bf16),
+    ({"dtype": "half"}, Dtype.fp16),
+    ({"model.dtype": "bf16"}, Dtype.bf16),
+]
+
+
+@pytest.mark.parametrize(("given", "held"), TYPES, ids=str)
+def test_a_model_keeps_the_type_of_its_checkpoint(
+    given: dict[str, Any], held: Dtype, chatting: Chatting
+) -> None:
+    """As the class hf does; `pretrained` names it as `model` does."""
+    from llama_ssp.tasks.harness import HarnessModel
+
+    lm = HarnessModel(pretrained=str(chatting.folder), **given)
+    assert lm._session.placements.target.dtype is held
+    assert lm.get_model_info()["model_dtype"] == held.value
+    assert lm.max_length == checkpoints.CONTEXT, "the model's own context"
+
+
+def test_what_the_results_say_of_the_tokenizer(chatting: Chatting) -> None:
+    lm = chatting.lm
+    assert (lm.tokenizer.bos_token, lm.tokenizer.eos_token) == ("<s>", "</s>")
+    assert lm.eot_token_id == lm.tokenizer.eos_token_id and lm.prefix_token_id == lm.tokenizer.bos_token_id
+
+
+ARGUMENTS = [
+    ({}, "pretrained is missing; --model_args; write --model_args pretrained="),
+    ({"model": "demo", "pretrained": "demo"}, "pretrained and model are both given"),
+    ({"pretrained": "demo", "dtype": "float8"}, "dtype is unknown; found float8, allowed float64, "),
+    ({"pretrained": "demo", "dtype": "float32", "model.dtype": "fp32"}, "are both given"),
+    ({"pretrained": "demo", "trust_remote_code": True}, "trust_remote_code is an argument of the class hf"),
+    ({"pretrained": "demo", "parallelize": True}, "leave it out: torchrun --nproc-per-node N"),
+    ({"pretrained": "demo", "load_in_4bit": True}, "write dtype=nf4"),
+    ({"pretrained": "demo", "tokenizer": "gpt2"}, "the tokenizer is not the model's own"),
+    ({"pretrained": "demo", "batch_size": "many"}, "batch_size is not a number; found 'many'"),
+    ({"pretrained": "demo", "max_length": "long"}, "max_length is not a whole number; found 'long'"),
+    ({"pretrained": "demo", "enable_thinking": True}, "needs to know where an answer begins"),
+    ({"pretrained": "demo", "chat_template_args": "x"}, "chat_template_args is not a map; found 'x'"),
+    ({"pretrained": "demo", "guess": 1}, "guess"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), ARGUMENTS, ids=[says for _, says in ARGUMENTS])
+def test_model_args_that_are_refused_are_one_line(given: dict[str, Any], says: str) -> None:
     from llama_ssp import RunError
     from llama_ssp.tasks.harness import HarnessModel
 
-    with pytest.raises(RunError, match="batch_size"):
-        HarnessModel(str(chatting.folder), batch_size="auto")
+    with pytest.raises(RunError) as raised:
+        HarnessModel(**given, device="cuda:0", max_batch_size=None)
+    assert says in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_what_changes_nothing_is_taken(chatting: Chatting) -> None:
+    """Arguments of the class hf with the values that they have there, and its usual revision."""
+    from llama_ssp.tasks.harness import HarnessModel
+
+    given = {"trust_remote_code": False, "parallelize": False, "revision": "main", "tokenizer": None}
+    assert HarnessModel(pretrained=str(chatting.folder), **given, use_fast_tokenizer=True).max_length
+
+
+def test_rows_by_the_plan(chatting: Chatting) -> None:
+    from llama_ssp.tasks.harness import HarnessModel
+
+    lm = HarnessModel(pretrained=str(chatting.folder), batch_size="auto:4", max_batch_size=3)
+    assert 1 <= lm.batch_size <= 3 == HarnessModel(pretrained=str(chatting.folder), batch_size="3").batch_size
+    (score,) = lm.loglikelihood(requests("loglikelihood", CHOICES[0]))
+    assert score[0] == pytest.approx(chatting.lm.loglikelihood(requests("loglikelihood", CHOICES[0]))[0][0])
+
+
+def test_the_harness_s_seed_is_that_of_the_draws(chatting: Chatting) -> None:
+    """Its command sets torch's; `seed=` of the model replaces it."""
+    from llama_ssp.tasks.harness import HarnessModel
+
+    def drawn(seed: int, lm: Any = None) -> list[str]:
+        torch.manual_seed(seed)
+        return chatting.generate(lm, max_gen_toks=8, do_sample=True, temperature=1.5)
+
+    own = HarnessModel(str(chatting.folder), draft=str(chatting.folder), max_length=128, seed=1)
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert drawn(1, own) == drawn(2, own) == drawn(1)
+
+
+def system_refused(folder: Path, template: str) -> Any:
+    from llama_ssp.tasks.harness import HarnessModel
+
+    checkpoints.edit(folder / "tokenizer_config.json", lambda content: content.update(chat_template=template))
+    return HarnessModel(str(folder))
+
+
+RAISES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+
+
+@pytest.mark.parametrize("template", [RAISES + PLAIN, NO_SYSTEM], ids=["raises", "leaves it out"])
+def test_a_template_without_a_system_role_gets_no_system_message(
+    template: str, chatting: Chatting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the class hf, with a warning. What it refuses in any case is an error that names the flag."""
+    from llama_ssp import RunError
+
+    lm = system_refused(checkpoints.copied(chatting.folder, tmp_path / "model"), template)
+    history = [{"role": "system", "content": "Be brief."}, *HISTORY[:1]]
+    for _ in range(2):
+        assert lm.apply_chat_template(history) == chatting.asked
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("takes no system message" in line for line in lines) == 1
+
+    refuses = system_refused(checkpoints.copied(chatting.folder, tmp_path / "other"), NEVER)
+    with pytest.raises(RunError, match="leave out --apply_chat_template") as raised:
+        refuses.apply_chat_template(history)
+    assert "task." not in str(raised.value).replace("task.chat=true", "")
+
+
+NEVER = "{{ raise_exception('never') }}"
+THINKS = PLAIN.replace("assistant\n' }}", "assistant\n' }}{{ '' if enable_thinking else '<think></think>' }}")
+
+
+def test_arguments_reach_the_template(chatting: Chatting, tmp_path: Path) -> None:
+    from llama_ssp import RunError
+    from llama_ssp.tasks.harness import HarnessModel
+
+    folder = checkpoints.copied(chatting.folder, tmp_path / "model")
+    checkpoints.edit(folder / "tokenizer_config.json", lambda content: content.update(chat_template=THINKS))
+    thinking = HarnessModel(str(folder), enable_thinking=True, think_end_token="</think>")
+    plain = HarnessModel(str(folder), chat_template_args={"enable_thinking": False})
+    assert thinking.apply_chat_template(HISTORY[:1]) == chatting.asked
+    assert plain.apply_chat_template(HISTORY[:1]) == f"{chatting.asked}<think></think>"
+    with pytest.raises(RunError, match="a score of given texts has no thought in it"):
+        thinking.loglikelihood(requests("loglikelihood", CHOICES[0]))
+
+
+def test_a_thought_is_taken_from_an_answer(chatting: Chatting) -> None:
+    """By the token that ends it, or its text: what follows the last one stays."""
+    from llama_ssp import SamplingConfig
+    from llama_ssp.tasks.harness import HarnessModel
+
+    lm = chatting.lm
+    whole = lm.generate_until(requests("generate_until", ("def", {"max_gen_toks": 8})))[0]
+    greedy = SamplingConfig(temperature=0.0)
+    (written,) = lm._pair.generate([lm.tok_encode("def")], max_new_tokens=8, sampling=greedy)
+    ids = written.token_ids
+    by_id = HarnessModel(str(chatting.folder), max_length=128, think_end_token=str(ids[2]))
+    last = len(ids) - 1 - ids[::-1].index(ids[2])
+    (answer,) = by_id.generate_until(requests("generate_until", ("def", {"max_gen_toks": 8})))
+    assert answer == lm._tokens.decode(ids[last + 1 :]).lstrip() != whole
+
+    end = whole[2:4]
+    by_text = HarnessModel(str(chatting.folder), max_length=128, think_end_token=end)
+    (answer,) = by_text.generate_until(requests("generate_until", ("def", {"max_gen_toks": 8})))
+    assert answer == whole.split(end)[-1].lstrip() != whole
+
+
+def test_a_text_that_loses_its_beginning_is_counted(
+    chatting: Chatting, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = "the quick brown fox " * 40
+    with caplog.at_level(logging.WARNING):
+        chatting.lm.generate_until(
+            requests("generate_until", (long, {"max_gen_toks": 8}), ("def", {"max_gen_toks": 8}))
+        )
+        chatting.lm.loglikelihood(requests("loglikelihood", (long, " fox"), ("a", "b")))
+    lines = [record.getMessage() for record in caplog.records]
+    said = [line for line in lines if "lose their beginnings" in line]
+    assert len(said) == 2 and said[0].startswith("1 of 2 prompts are longer than 120 tokens")
+    assert said[1].startswith("1 of 2 texts are longer than 128 tokens")
+
+
+def test_an_interrupted_run_keeps_what_it_has(
+    chatting: Chatting, recorded: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the harness's own cache: the second run computes what the first one did not reach."""
+    from lm_eval.api.model import CachingLM
+
+    from llama_ssp.tasks import harness_model
+
+    monkeypatch.setattr(harness_model, "SCORED_AT_ONCE", 1)
+    asked = requests("loglikelihood", *((f"text {number}", " fox") for number in range(4)))
+    cached = CachingLM(chatting.lm, str(tmp_path / "cache.db"))
+    counted = chatting.lm.cache_hook.add_partial
+    try:
+
+        def interrupts(kind: str, request: Any, score: Any) -> None:
+            counted(kind, request, score)
+            if len(recorded) == 2:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(chatting.lm.cache_hook, "add_partial", interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            cached.loglikelihood(asked)
+        monkeypatch.setattr(chatting.lm.cache_hook, "add_partial", counted)
+        recorded.clear()
+        scores = cached.loglikelihood(asked)
+        assert len(recorded) == 2 and scores == chatting.lm.loglikelihood(asked)
+
+        text = cached.generate_until(requests("generate_until", ("def", {"max_gen_toks": 4})))
+        total = cached.loglikelihood_rolling(requests("loglikelihood_rolling", ("the quick brown",)))
+        monkeypatch.setattr(chatting.lm, "generate_until", None)
+        assert cached.generate_until(requests("generate_until", ("def", {"max_gen_toks": 4}))) == text
+        recorded.clear()
+        again = cached.loglikelihood_rolling(requests("loglikelihood_rolling", ("the quick brown",)))
+        assert again == total and not recorded
+    finally:
+        cached.dbdict.close()
+        chatting.lm.set_cache_hook(type(chatting.lm.cache_hook)(None))
 
 
 @pytest.mark.slow

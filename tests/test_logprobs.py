@@ -224,6 +224,24 @@ def test_continuations_have_those_of_whole_texts(
                 assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
+@pytest.mark.parametrize(("kind", "forwards"), [("module", 2), ("decoder", 1)])
+def test_continuations_of_one_token_are_read_where_their_context_ends(kind: str, forwards: int) -> None:
+    """In one pass, where the model gives the logits of each row's last token; the rows differ in length."""
+    target, _ = models(torch.float32)
+    decoder = DecoderModel(decoder_of(target.module), target.module.config, "target")
+    engine = reading(target if kind == "module" else decoder, None, sampling=SamplingConfig())
+    wanted = [[(5,), (6,)], [(7,)], [(5,), (8,), (9,)]]
+    found = engine.score_continuations(PROMPTS, wanted, LogprobReader(TOP))
+    assert engine.target.forwards == forwards
+    for prompt, of_prompt, by_ids in zip(PROMPTS, wanted, found, strict=True):
+        assert set(by_ids) == set(of_prompt)
+        texts = [Prompt(str(n), (*prompt.token_ids, *ids)) for n, ids in enumerate(of_prompt)]
+        for ids, scores in zip(of_prompt, engine.score(texts, LogprobReader(TOP)), strict=True):
+            (one,) = by_ids[ids]
+            assert one.token_id == scores[-1].token_id
+            assert one.logprob == pytest.approx(scores[-1].logprob, abs=NEAR)
+
+
 TEXTS = ["hello", "a longer prompt", "x"]
 FP32 = ("model.dtype=fp32", "draft.dtype=fp32")
 SMALL = (*FP32, "seed=3", "task.max_new_tokens=10", "out=null")

@@ -172,3 +172,14 @@ def test_make_demo_shows_all_three_parts(model: str, tmp_path: Path) -> None:
     assert "sampled: same, 64 texts" in done.out and "every draft is kept: different" in done.out
     assert "times as fast as transformers with drafts" in done.out
     assert ("There is no C++ compiler" in done.out) == (compiler() is None)
+
+
+def test_the_harness_that_is_not_installed_is_named() -> None:
+    """One line, also for --help; and the module can be imported without it."""
+    program = "import sys; sys.modules['lm_eval'] = None; from llama_ssp.tasks.harness import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "run", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 5 and done.stderr.count("\n") == 1 and not done.stdout
+    assert done.stderr.startswith("error: lm_eval is not installed for this Python; ")
+    assert '-e ".[lm-eval]"' in done.stderr

@@ -6,6 +6,7 @@ are sampled from, after every control. The draft's distribution plays no part in
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -130,7 +131,6 @@ def scored_continuations(
     """
     target.start(state.rows, state.capacity)
     lengths = state.lengths
-    target.prefill(state.token_BS, [length - 1 for length in lengths])
 
     # Of each row the last tokens by stem; a pass takes one stem of each row that has one left.
     stems: list[dict[Continuation, list[int]]] = [{} for _ in lengths]
@@ -140,6 +140,16 @@ def scored_continuations(
     passes = [list(of_row.items()) for of_row in stems]
 
     result: list[dict[Continuation, list[ScoredToken]]] = [{} for _ in lengths]
+    if target.model.cuts and not any(chain(*stems)):  # of one token each: what follows the contexts is enough
+        logit_B1V = target.last_logits(state.token_BS, lengths)
+        fed = {row: stem for row, (stem,) in enumerate(passes)}
+        span = [length - 1 for length in lengths], lengths
+        if leads:
+            for row, continuation, tokens in _parts_of(fed, lengths, span, logit_B1V, reader, vocab):
+                result[row][continuation] = tokens
+        return result
+
+    target.prefill(state.token_BS, [length - 1 for length in lengths])
     for number in range(max(map(len, passes))):
         fed = {row: of_row[number] for row, of_row in enumerate(passes) if number < len(of_row)}
         blocks = [list(fed[row][0]) if row in fed else [] for row in range(state.rows)]

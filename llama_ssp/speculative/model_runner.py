@@ -128,6 +128,16 @@ class ModelRunner:
         column_BW = sent(column_BW.clamp(max=pass_.width - 1), logit_BWV.device)
         return torch.take_along_dim(logit_BWV, column_BW[..., None], 1)
 
+    def last_logits(self, token_BS: Tensor, ends: list[int]) -> Tensor:
+        """Feeds all rows up to `ends`; returns the logits of what follows each row's end, (B, 1, V).
+
+        It is for models that `cut`: others give those of the last column, which is padding in a short row.
+        """
+        self._begin(ends, ends)
+        self._prefill(token_BS, [max(end - self.prefill_chunk, 0) for end in ends])
+        _, logit_B1V = self._forward(token_BS, ends, last_only=True)
+        return logit_B1V
+
     def parts(self, token_BS: Tensor, ends: list[int], size: int) -> Iterator[Tensor]:
         """Feeds up to `ends` in one pass; yields the logits of `size` columns after the other."""
         assert self._cache is not None, "start() comes first"

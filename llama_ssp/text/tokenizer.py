@@ -38,6 +38,8 @@ BEGIN_MARK = "\ue000"
 END_MARK = "\ue001"
 MARK_TOKENS = 32  # at the end of a prompt, which show whether it begins a thought
 WORD = "7046215937"  # begins a message that no template rewrites, to see whether it is rendered at all
+# What transformers warns of once for each tokenizer, unless it has.
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 Message = dict[str, str]  # its role and its content, and what was thought where the template reads that
@@ -51,6 +53,7 @@ class Tokens:
 
     end_ids: frozenset[int] = frozenset()
     bos_id: int | None = None
+    eos_id: int | None = None  # the one that the tokenizer names; `end_ids` may have others
     template = ""  # of chats
     paired: Diagnosis | None = None  # with the draft's tokenizer; None without one, and for bytes
 
@@ -71,6 +74,11 @@ class Tokens:
         """Returns what divides the text after this prompt into thoughts and answer."""
         end = self.decode(list(prompt[-MARK_TOKENS:]))
         return ThoughtStream(self.thoughts, begins=self.thoughts.are_open_after(end))
+
+    @property
+    def library(self) -> Any:
+        """Returns transformers' tokenizer, to be read; None where none was loaded (bytes, a GGUF header)."""
+        return None
 
     @property
     def has_template(self) -> bool:
@@ -141,14 +149,19 @@ class HubTokens(Tokens):
         self._warn_of_twins(ids)
 
         self.end_ids = ends_with_token(path, ids, warns=True)
-        if not self.end_ids and self._tokenizer.eos_token_id is not None:
-            self.end_ids = frozenset({self._tokenizer.eos_token_id})
         self.bos_id = self._tokenizer.bos_token_id
+        self.eos_id = self._tokenizer.eos_token_id
+        if not self.end_ids and self.eos_id is not None:
+            self.end_ids = frozenset({self.eos_id})
         self.size = 1 + max(ids.values())
         template = self._tokenizer.chat_template or ""
         if isinstance(template, dict):  # several, by name
             template = template.get("default") or next(iter(template.values()), "")
         self.template = str(template)
+
+    @property
+    def library(self) -> Any:
+        return None if isinstance(self._tokenizer, HeaderTokenizer) else self._tokenizer
 
     def _warn_of_twins(self, ids: dict[str, int]) -> None:
         """Warns of words with one id; of renamed tokens a model's files keep the old names, too."""
@@ -401,6 +414,8 @@ def _of_folder(folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, clean_up_tokenization_spaces=False
         )
+    # A text that is longer than a model reads is refused here, or cut with a line that says so.
+    getattr(tokenizer, "deprecation_warnings", {})[TOO_LONG] = True
     if tokenizer.chat_template is None:
         tokenizer.chat_template = template_of(folder)
     return tokenizer
