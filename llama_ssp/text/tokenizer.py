@@ -18,6 +18,7 @@ from llama_ssp.models.library_log import quiet_library
 from llama_ssp.text.compatibility import Diagnosis, pair
 from llama_ssp.text.detokenizer import Stop
 from llama_ssp.text.gguf_tokenizer import HeaderTokenizer, require_same_tokens
+from llama_ssp.text.messages import Message
 from llama_ssp.text.template_trial import excess_of
 from llama_ssp.text.thoughts import USUAL, Thoughts, ThoughtStream, thoughts_of
 from llama_ssp.text.vocabulary import (
@@ -38,9 +39,6 @@ BEGIN_MARK = "\ue000"
 END_MARK = "\ue001"
 MARK_TOKENS = 32  # at the end of a prompt, which show whether it begins a thought
 WORD = "7046215937"  # begins a message that no template rewrites, to see whether it is rendered at all
-
-
-Message = dict[str, str]  # its role and its content, and what was thought where the template reads that
 
 
 class Tokens:
