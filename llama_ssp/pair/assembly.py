@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -325,7 +324,8 @@ def engine_for(
     roles = pair.roles
     target = ModelRunner(pair.target, pair.prefill_chunk) if pair.target else None
     bridge = tokens.paired.bridge if tokens.paired else None
-    sampler = Sampler(transform, CounterDraws(seed, first.replay))
+    wide = torch.promote_types((pair.target or first).dtype, torch.float32)
+    sampler = Sampler(transform, CounterDraws(seed, first.replay), wide)
     drafter = _drafter(pair, run, sampler, target, bridge)
     if not run.has_draft_model and not roles.drafts_apart:
         roles = replace(roles, drafting=None)
@@ -340,17 +340,16 @@ def _drafter(
 ) -> Drafter | None:
     """Returns this rank's part in drafting; None where it has none."""
     roles = pair.roles
-    wide = partial(torch.promote_types, torch.float32)
     spec = run.speculation
-    vocab = sampler.transform.vocab
     if pair.target and roles.leads and run.drafts_from_text:
-        return TEXT_DRAFTERS[spec.drafter](spec, vocab, wide(pair.target.dtype))
+        return TEXT_DRAFTERS[spec.drafter](spec, sampler)
     if not run.has_draft_model:
         return Drafter() if pair.draft and roles.drafts_apart else None
     if pair.head:
         return head_drafter(pair.head, target, sampler) if target else None
     if roles.client:
-        return RemoteDrafter(roles.client, pair.draft_context, vocab, wide(pair.draft_dtype))
+        wide = torch.promote_types(pair.draft_dtype, torch.float32)
+        return RemoteDrafter(roles.client, pair.draft_context, sampler.vocab, wide)
     if pair.draft is None:
         return None
     runner = ModelRunner(pair.draft, pair.prefill_chunk)
