@@ -129,7 +129,7 @@ ADDITIONS: dict[str, list[tuple[str, str, str]]] = {
         ("conf/speculation/half.yaml", "", "k: 3\nverification: half\n"),
     ],
     "drafter": [
-        (SCHEMA, '"ngram", "none"]', '"ngram", "none", "repeat"]'),
+        (SCHEMA, '"ngram", "none", "own"]', '"ngram", "none", "own", "repeat"]'),
         (NGRAM, "\n# What drafts from", DRAFTER),
         (NGRAM, "    Drafting.ngram:", "    Drafting.repeat: RepeatDrafter,\n    Drafting.ngram:"),
     ],

@@ -69,7 +69,7 @@ def device(about: str) -> Any:
 Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "int4", "nf4", "packed"])
 OWN_CODES = (Dtype.int4, Dtype.packed)  # formats that our decoder alone has
 Weights = StrEnum("Weights", ["checkpoint", "synthetic"])
-Drafting = StrEnum("Drafting", ["model", "ngram", "none"])
+Drafting = StrEnum("Drafting", ["model", "ngram", "none", "own"])
 Verification = StrEnum("Verification", ["block", "token"])
 Overlap = StrEnum("Overlap", ["auto", "ahead", "off"])
 LogprobsOf = StrEnum("LogprobsOf", ["target", "sampled"])
@@ -322,6 +322,13 @@ class PlanningConf:
     acceptance: float | None = share(
         None, "The acceptance probability that is planned with; null assumes 0.8. task=plan has its own key."
     )
+    tokens: int | None = number(
+        None,
+        1,
+        MAX_INT,
+        "Tokens that the process writes in all, by which it is decided whether compiling pays; null is what "
+        "the task writes.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,7 +404,11 @@ class SpeculationConfig:
         "Drafted tokens a round (K); 0 is regular sampling; null, or auto, is the plan's best K at "
         "plan.acceptance, where the machine has not been measured 4, with n-grams 8, and in batch measured.",
     )
-    drafter: Drafting = key(Drafting.model, "What drafts: the model, n-grams of the text so far, or nothing.")
+    drafter: Drafting = key(
+        Drafting.model,
+        "What drafts: the model, n-grams of the text so far, nothing, or, in Python alone, a drafter of your "
+        "own.",
+    )
     verification: Verification = key(Verification.block, "The exact rule: block accepts no less than token.")
     adaptive: bool = key(False, "Choose K for each row from measurements.")
     k_max: int = number(16, 1, MAX_K, "The largest K of adaptive.")

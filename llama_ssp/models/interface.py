@@ -45,6 +45,9 @@ class Cache(Protocol):
     def clear(self, row: int) -> None:
         """Forgets a row, before another text takes its place."""
 
+    def free(self) -> None:
+        """Frees the memory of all rows; the cache cannot be used afterwards."""
+
 
 class Loaded(Protocol):
     """A target, a draft model or a head in memory."""

@@ -122,3 +122,7 @@ class KVCache:
             for keys_RGCD, values_RGCD in self.layers:
                 keys_RGCD[row].zero_()
                 values_RGCD[row].zero_()
+
+    def free(self) -> None:
+        """Lets go of the slots of all layers."""
+        self.layers = []

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llama_ssp.config import (
     USUAL_CHUNK,
+    Drafting,
     OnDraftLoss,
     PlacementConf,
     RunConf,
@@ -42,6 +43,7 @@ from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
 from llama_ssp.speculative.drafters.head import head_drafter
 from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter, Sampler
 from llama_ssp.speculative.drafters.ngram import TEXT_DRAFTERS
+from llama_ssp.speculative.drafters.own import MakeDrafter, own_drafter
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower
@@ -307,9 +309,18 @@ def _reading(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def engine_for(
-    pair: RankModels, run: RunConf, tokens: Tokens, ends: frozenset[int], seed: int, rule: Rule | None = None
+    pair: RankModels,
+    run: RunConf,
+    tokens: Tokens,
+    ends: frozenset[int],
+    seed: int,
+    rule: Rule | None = None,
+    make_drafter: MakeDrafter | None = None,
 ) -> RankEngine:
-    """Returns an engine with its own caches and draws. `rule` replaces the run's. Raises UsageError."""
+    """Returns an engine with its own caches and draws; `rule` replaces the run's. Raises UsageError.
+
+    `make_drafter` makes what drafts where the run has a drafter of the script's own.
+    """
     first = next(iter(pair.loaded.values()))
     vocab = min(pair.vocab, tokens.size)
     replay = first.replay if first.has_graphs else None
@@ -326,7 +337,7 @@ def engine_for(
     bridge = tokens.paired.bridge if tokens.paired else None
     wide = torch.promote_types((pair.target or first).dtype, torch.float32)
     sampler = Sampler(transform, CounterDraws(seed, first.replay), wide)
-    drafter = _drafter(pair, run, sampler, target, bridge)
+    drafter = _drafter(pair, run, sampler, target, bridge, make_drafter)
     if not run.has_draft_model and not roles.drafts_apart:
         roles = replace(roles, drafting=None)
     if target is not None and roles.leads:
@@ -336,12 +347,19 @@ def engine_for(
 
 
 def _drafter(
-    pair: RankModels, run: RunConf, sampler: Sampler, target: ModelRunner | None, bridge: Intersection | None
+    pair: RankModels,
+    run: RunConf,
+    sampler: Sampler,
+    target: ModelRunner | None,
+    bridge: Intersection | None,
+    make_drafter: MakeDrafter | None,
 ) -> Drafter | None:
     """Returns this rank's part in drafting; None where it has none."""
     roles = pair.roles
     spec = run.speculation
     if pair.target and roles.leads and run.drafts_from_text:
+        if make_drafter is not None and spec.drafter is Drafting.own:
+            return own_drafter(make_drafter, sampler)
         return TEXT_DRAFTERS[spec.drafter](spec, sampler)
     if not run.has_draft_model:
         return Drafter() if pair.draft and roles.drafts_apart else None

@@ -133,6 +133,9 @@ class Drafter:
     def roll_back(self, lengths: list[int]) -> None:
         """Drops what was not committed; the texts have these lengths."""
 
+    def free(self) -> None:
+        """Frees what it holds for the batch; it is not used afterwards."""
+
     def figures(self) -> dict[str, Any] | None:
         """Returns figures of a draft on ranks of its own, under the names of the JSON interface."""
         return None
@@ -174,6 +177,9 @@ class DraftModel(Drafter):
 
     def roll_back(self, lengths: list[int]) -> None:
         self._runner.roll_back(lengths)
+
+    def free(self) -> None:
+        self._runner.free()
 
     def _next_ends(self, state: State, offset: int, count: tuple[int, ...]) -> list[int]:
         """Returns where the pass for draft number `offset` ends; rows without that draft are fed nothing."""

@@ -93,7 +93,7 @@ class Examination:
         )
         self._add(law)
         if leads:
-            transform = SamplingTransform(run.sampling, tuple(sorted(pair.end_ids)), vocab)
+            transform = SamplingTransform(run.sampling, tuple(sorted(pair.ends_of(run))), vocab)
             self._add(check_filters(watch.rounds, transform))
 
         samples = list[Check]()
@@ -135,7 +135,7 @@ class Examination:
             engine=self.pair.engine(self.seed, run, rule=rule),
             sampling=run.sampling,
             settings=RunSettings(
-                rows=self.task.batch_size, lookahead=partial(lookahead_for, run), ends=self.pair.end_ids
+                rows=self.task.batch_size, lookahead=partial(lookahead_for, run), ends=self.pair.ends_of(run)
             ),
             advance=self.advance,
             watch=watch,
