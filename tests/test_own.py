@@ -23,12 +23,13 @@ from llama_ssp import (
     load_pair,
 )
 from llama_ssp.errors import UsageError
+from tests import checkpoints
 from tests.conftest import Command
 from tests.warm import ROOT, Started, python
 
 PAGE = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
 SCRIPTS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-NAMES = ("drafter", "rule")
+NAMES = ("drafter", "rule", "model")
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24}
 FP32 = {"model.dtype": "fp32", "engine": "eager"}
 
@@ -51,6 +52,13 @@ def test_the_page_s_drafter(tmp_path: Path) -> None:
 def test_the_page_s_rules(tmp_path: Path) -> None:
     said = run_script(1, tmp_path)
     assert "Half" in said and "Lenient" in said and said.count("drafts accepted") == 2
+
+
+@pytest.mark.slow
+def test_the_page_s_model(tmp_path: Path) -> None:
+    """On random weights; tests/test_real.py runs it on the published ones."""
+    folder = checkpoints.save(tmp_path / "random", initializer_range=0.4, max_position_embeddings=512)
+    assert "tokens as model.generate writes them" in run_script(2, tmp_path, folder)
 
 
 def test_the_page_has_a_script_for_each() -> None:

@@ -68,7 +68,7 @@ def device(about: str) -> Any:
 # The choices of keys; the key's description says what each means.
 Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "int4", "nf4", "packed"])
 OWN_CODES = (Dtype.int4, Dtype.packed)  # formats that our decoder alone has
-Weights = StrEnum("Weights", ["checkpoint", "synthetic"])
+Weights = StrEnum("Weights", ["checkpoint", "synthetic", "loaded"])
 Drafting = StrEnum("Drafting", ["model", "ngram", "none", "own"])
 Verification = StrEnum("Verification", ["block", "token"])
 Overlap = StrEnum("Overlap", ["auto", "ahead", "off"])
@@ -145,7 +145,11 @@ class ModelConf:
         allowed="a name",
     )
     sha256: str = key("", "The SHA-256 of that file.", shape=r"([0-9a-f]{64})?", allowed="64 hex digits")
-    weights: Weights = key(Weights.checkpoint, "checkpoint reads files; synthetic makes weights from a seed.")
+    weights: Weights = key(
+        Weights.checkpoint,
+        "checkpoint reads files; synthetic makes weights from a seed; loaded is a model that a script has "
+        "loaded, in Python alone.",
+    )
     dtype: Dtype = key(
         Dtype.auto,
         "How weights are held: auto is the device's fastest format without loss of range; int8, int4, nf4 "

@@ -52,6 +52,8 @@ def complete(model: ModelConf, role: str, download: bool = False) -> tuple[Model
     """
     if model.weights is Weights.synthetic:
         return _synthetic(model, role), None
+    if model.weights is Weights.loaded:
+        return _loaded(model, role), None
     path = find(model, role, download)
     if kind_of(path):
         return _with_head(model, path, role), path
@@ -118,6 +120,19 @@ def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
         head_block=head.drafts,
         tied=not head.embeds,
     )
+
+
+def _loaded(model: ModelConf, role: str) -> ModelConf:
+    """Returns the model, whose shape load_pair has read. Raises UsageError where it has not."""
+    if not model.family:
+        raise UsageError(
+            "a model that is loaded is given in Python",
+            where=f"{role}.weights",
+            found="loaded",
+            allowed="checkpoint, synthetic",
+            fix="give it to load_pair, as the model or the draft",
+        )
+    return model
 
 
 def _synthetic(model: ModelConf, role: str) -> ModelConf:

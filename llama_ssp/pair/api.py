@@ -29,7 +29,7 @@ from llama_ssp.models.devices import device_of
 from llama_ssp.pair.call_threads import CallThreads
 from llama_ssp.pair.calls import Calls
 from llama_ssp.pair.details import RoundRecorder
-from llama_ssp.pair.given import Given
+from llama_ssp.pair.given import OWN, Given, taken_apart
 from llama_ssp.pair.requests import Reply, require_numbers
 from llama_ssp.pair.results import Completion, ScoredText, StreamedRow
 from llama_ssp.pair.run import Run, TimedStep
@@ -44,6 +44,7 @@ from llama_ssp.pair.script_prompts import (
 )
 from llama_ssp.pair.session import PairSession, first_cause, ranks_of
 from llama_ssp.placing.pairs import pair_specs, require_own_ranks
+from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.report.console import Progress
 from llama_ssp.speculative.drafters.own import MakeDrafter
 from llama_ssp.speculative.logprobs import LogprobReader
@@ -62,14 +63,18 @@ GivenRule = Rule | type[Rule]
 
 
 def load_pair(
-    model: Any, draft: Any = None, *, drafter: MakeDrafter | None = None, batch_size: int = 1,
-    max_tokens: int = USUAL_TOKENS, overrides: Sequence[str] | Mapping[str, Any] = (),
+    model: Any, draft: Any = None, *, tokenizer: Any = OWN, drafter: MakeDrafter | None = None,
+    batch_size: int = 1, max_tokens: int = USUAL_TOKENS, overrides: Sequence[str] | Mapping[str, Any] = (),
 ) -> Pair:  # fmt: skip
     """Loads a target and a draft, after checking that they fit.
 
-    `model` and `draft` are names of presets, folders, GGUF files, or ids on the Hugging Face hub; without a
+    `model` and `draft` are names of presets, folders, GGUF files, or ids on the Hugging Face hub; or models
+    that the script has loaded with transformers, which are not changed and stay where they are. Without a
     draft the target is sampled regularly, or with n-grams. `drafter` is a class of the script's own, or
     another function, that is called with a `Sampler` and returns a `Drafter`: it drafts in place of a model.
+
+    `tokenizer` is that of the model's files; or one of transformers, or a folder. Of a loaded model it has to
+    be given. With None, prompts are token ids, and texts are empty.
 
     The memory check is for `batch_size` texts of `max_tokens` tokens each. `overrides` are those of the
     command line: "placement=own", "model.dtype=int8", "download=true", or a mapping of them.
@@ -77,15 +82,16 @@ def load_pair(
     Raises UsageError, ModelError or DistributedError.
     """
     world = rank_environment().world
-    given = Given(make_drafter=drafter)
-    words = [*pair_words(model, draft, overrides), *_drafter_words(drafter, draft)]
+    loaded, names = taken_apart(model, draft, world)
+    given = Given(models=loaded, tokenizer=tokenizer, make_drafter=drafter)
+    words = [*pair_words(names[TARGET], names[DRAFT], overrides), *_drafter_words(drafter, draft)]
     _require_read({word.partition("=")[0].lstrip("+") for word in words})
     run = composed([f"task.batch_size={batch_size}", f"task.max_new_tokens={max(1, max_tokens)}", *words])
     new = max(1, min(max_tokens, USUAL_TOKENS) // 16, run.sampling.controls.min_new_tokens)  # of a usual call
     task = replace(run.task_as(GenerateConf), max_new_tokens=new)
     # By what is compiled a pair counts as a chat: a script goes on for longer than one call.
     plan = replace(run.plan, tokens=run.plan.tokens or ChatConf.usual_tokens)
-    run = replace(run, task=task, plan=plan)
+    run = given.over(replace(run, task=task, plan=plan))
 
     device = device_of(run.placement.target_device, "placement.target_device")
     calls = Calls(device, CallThreads(device.type == "cpu" and world == 1))

@@ -31,7 +31,7 @@ from llama_ssp.models.folder import adapter_fingerprint, fingerprint
 from llama_ssp.models.heads.load import load_head, table_on_disk
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
-from llama_ssp.models.loader import DRAFT, load
+from llama_ssp.models.loader import DRAFT, load, load_given
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.pair.placements import ModelPlacement, Placements
 from llama_ssp.pair.trial import Trial
@@ -259,6 +259,8 @@ def _loaded(held: HeldModel) -> Model:
     # From Hopper on, torch prefers cuDNN's attention where there is a mask, and cuDNN plans each new shape
     # anew, for some 0.4 s. Prompts and eager steps have a new shape in every pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if placed.given is not None:
+        return load_given(placed.given, placed.model, placed.dtype, placed.role, held.compiled)
     what = (placed.model, placed.path, placed.dtype)
     name = f"{placed.role} {placed.model.name}"
     if placed.splitting is Splitting.layers:

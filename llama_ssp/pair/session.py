@@ -62,8 +62,8 @@ class PairSession:
         self.spec = spec
         self.run = spec.run
         self.ranks = ranks
-        self.placements = model_placements(spec)
-        self.tokens = tokens_of(self.placements)
+        self.placements = model_placements(spec, given)
+        self.tokens = tokens_of(self.placements, given)
         self.end_ids = self.ends_of(spec.run)
         self._models: RankModels | None = None
         self._prediction: Prediction | None = None
