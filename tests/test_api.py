@@ -24,6 +24,7 @@ import pytest
 import torch
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from rich.progress import Progress as Bars
 from torch import Tensor
 
 import llama_ssp
@@ -44,6 +45,7 @@ from llama_ssp.errors import UsageError
 from llama_ssp.models.host_memory import process_bytes
 from llama_ssp.pair import placements
 from llama_ssp.pair.token_prompts import usable
+from llama_ssp.report import console
 from llama_ssp.text.prompts import TextPrompt
 from tests import checkpoints
 from tests.conftest import Command
@@ -598,6 +600,30 @@ def test_messages_are_a_prompt(tmp_path: Path) -> None:
         assert turn.prompt_tokens == len(pair.tokenizer.chat(plain[:2]))
         with pytest.raises(RunError, match="a part of a chat"):
             pair.generate("x", system="be brief", **how)
+
+
+def test_progress_is_shown_where_it_is_asked_for(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal, and in a notebook, whatever the log has."""
+    shown = list[tuple[str, int]]()
+    monkeypatch.setattr(Bars, "update", lambda _, task, completed, **__: shown.append((str(task), completed)))
+    monkeypatch.setenv("TERM", "xterm")
+    for is_terminal, is_notebook, asked, count in (
+        (True, False, True, 3),
+        (False, True, True, 3),
+        (True, False, False, 0),
+        (False, False, True, 0),
+    ):
+        shown.clear()
+        monkeypatch.setattr(console, "_is_terminal", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr(console.rich_console(is_error=True), "is_jupyter", is_notebook)
+        tiny.generate(PROMPTS, max_new_tokens=2, seed=1, progress=asked)
+        assert [done for _, done in shown][-1:] == ([count] if count else []), (is_terminal, is_notebook)
+
+
+def test_overrides_may_be_a_mapping() -> None:
+    found = plan("7B", cluster="p4d", overrides={"plan.acceptance": 0.5, "batch_size": np.int64(4)})
+    same = plan("7B", cluster="p4d", overrides=["plan.acceptance=0.5", "batch_size=4"])
+    assert found.document() == same.document() != plan("7B", cluster="p4d").document()
 
 
 @pytest.mark.slow

@@ -163,16 +163,18 @@ def pair_words(
                 fix="name one",
             )
         given.append(f"{role}={Path(name).absolute() if isinstance(name, Path) else name}")
-    if isinstance(overrides, Mapping):
-        return in_full([*given, *(f"{key}={_word(value)}" for key, value in overrides.items())])
-    return in_full([*given, *listed("overrides", overrides)])
+    if not isinstance(overrides, Mapping):
+        return in_full([*given, *listed("overrides", overrides)])
+    return in_full([*given, *(f"{key}={_word(value)}" for key, value in overrides.items())])
 
 
 def _word(value: Any) -> str:
     """Returns a plain value of Python as the command line has it."""
-    if isinstance(value, str):
+    if getattr(value, "shape", None) == ():  # one number of NumPy
+        value = value.item()
+    if isinstance(value, str | Path):
         return str(value)
-    return json.dumps(value, default=str)  # true, null, [1,2], {"0":"20GiB"}
+    return json.dumps(value)  # true, null, [1,2], {"0":"20GiB"}
 
 
 def _translated(error: Exception) -> UsageError:
