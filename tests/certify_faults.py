@@ -40,7 +40,7 @@ from llama_ssp.models.checkpoint import SHIPPED_FOLDER
 from llama_ssp.speculative.rng import PURPOSES, ROUNDS, Purpose, prompt_key
 from llama_ssp.speculative.sampling import one_hot
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.tasks.certify import task as certify
+from llama_ssp.tasks.certify import examination as certify
 from tests.checkpoints import renumber
 from tests.proofs.mutants import Mutant, every
 from tests.proofs.wrong_rules import MODEL, declares

@@ -82,9 +82,10 @@ def engine_of(
     replay, vocab = getattr(source, "replay", None), vocab or target.vocab
     transform = SamplingTransform(sampling or SamplingConfig(), tuple(sorted(ends)), vocab, replay)
     target_runner = ModelRunner(target, chunk, rewinds)
-    drafter, sampler = Drafter(), Sampler(transform, source)
+    drafter: Drafter = Drafter()
+    sampler = Sampler(transform, source, torch.promote_types(target.dtype, torch.float32))
     if draft == "ngram":
-        drafter = NgramDrafter(1, 4, target.vocab, torch.promote_types(target.dtype, torch.float32))
+        drafter = NgramDrafter(1, 4, sampler)
     elif isinstance(draft, HeadModel):
         drafter = head_drafter(draft, target_runner, sampler)
     elif bridge is not None:

@@ -38,23 +38,23 @@ class HalfRule(TokenRule):
         return super().accept_chances(block) / 2
 
     def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
-        target_BV, draft_BV = _probs_after(block, accepted_B)
-        return _probs_of(target_BV - smaller(target_BV, draft_BV) / 2, target_BV, block, accepted_B)
+        target_BV, draft_BV = block.probs_after(accepted_B)
+        return block.correction(target_BV - smaller(target_BV, draft_BV) / 2, accepted_B)
 
 RULES: dict'''
 DRAFTER = '''
 class RepeatDrafter(Drafter):
     """Drafts the last token again."""
 
-    def __init__(self, spec: SpeculationConfig, vocab: int, dtype: torch.dtype) -> None:
-        self._vocab, self._dtype = vocab, dtype
+    def __init__(self, spec: SpeculationConfig, sampler: Sampler) -> None:
+        self._sampler = sampler
 
     def limit(self, length: int) -> int:
         return length
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         drafts = [text[-1:] * max(0, wanted) for text, wanted in zip(state.texts, count, strict=True)]
-        return certain(state, drafts, self._vocab, self._dtype)
+        return self._sampler.certain(state, drafts)
 
 
 # What drafts from'''
@@ -129,7 +129,7 @@ ADDITIONS: dict[str, list[tuple[str, str, str]]] = {
         ("conf/speculation/half.yaml", "", "k: 3\nverification: half\n"),
     ],
     "drafter": [
-        (SCHEMA, '"ngram", "none"]', '"ngram", "none", "repeat"]'),
+        (SCHEMA, '"ngram", "none", "own"]', '"ngram", "none", "own", "repeat"]'),
         (NGRAM, "\n# What drafts from", DRAFTER),
         (NGRAM, "    Drafting.ngram:", "    Drafting.repeat: RepeatDrafter,\n    Drafting.ngram:"),
     ],

@@ -23,11 +23,11 @@ from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import RULES, BlockRule, Rule, TokenRule
 from llama_ssp.tasks.certify import decisions, law
 from llama_ssp.tasks.certify.decisions import Decisions, Round, RoundObserver, check_decisions
+from llama_ssp.tasks.certify.examination import RANDOM_CHECKS
 from llama_ssp.tasks.certify.filters import check_filters
 from llama_ssp.tasks.certify.greedy import check_greedy_texts
 from llama_ssp.tasks.certify.law import MAX_TRIED, check_law, compared, own_logits, rule_error, spread
 from llama_ssp.tasks.certify.samples import EngineSampler, KeepsEveryDraft, Samplers, check_samples, compare
-from llama_ssp.tasks.certify.task import RANDOM_CHECKS
 from llama_ssp.tasks.certify.verdict import Check, Outcome, sentence, verdict
 from tests import certify_faults
 from tests.certify_faults import FAULTS
@@ -462,7 +462,7 @@ def test_a_run_that_was_stopped_gives_no_verdict(command: Command, monkeypatch: 
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("llama_ssp.tasks.certify.task.check_samples", stopped)
+    monkeypatch.setattr("llama_ssp.tasks.certify.examination.check_samples", stopped)
     answer = command("task=certify", "seed=1", "output=json", *SMALL)
     found = answer.document
     assert (answer.code, found["status"], found["verdict"]) == (130, "interrupted", None)

@@ -7,7 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from llama_ssp.config import SamplingConfig
+from llama_ssp.speculative.drafters.local import Sampler
 from llama_ssp.speculative.drafters.ngram import Followers, NgramDrafter, NgramIndex
+from llama_ssp.speculative.rng import CounterDraws
+from llama_ssp.speculative.sampling import SamplingTransform
 from llama_ssp.speculative.state import Prompt, State
 
 
@@ -56,9 +60,13 @@ def test_a_text_that_repeats_is_drafted_past_its_end():
     assert index.drafts(6) == [7, 5, 6, 7, 5, 6]
 
 
+def sampler(vocab: int) -> Sampler:
+    return Sampler(SamplingTransform(SamplingConfig(), (), vocab), CounterDraws(0))
+
+
 def test_rows_have_an_index_each():
     """A row that is refilled has a new one."""
-    drafter, cpu = NgramDrafter(1, 4, 9, torch.float32), torch.device("cpu")
+    drafter, cpu = NgramDrafter(1, 4, sampler(9)), torch.device("cpu")
     state = State([Prompt("a", (1, 2, 1)), Prompt("b", (3, 4, 5, 3))], 20, cpu)
     proposal = drafter.propose(state, (2, 0))
     assert proposal.count == (2, 0) and proposal.drafted_BK[0].tolist() == [2, 1]
@@ -74,5 +82,5 @@ def test_rows_have_an_index_each():
 def test_a_token_beyond_the_vocabulary_is_not_drafted():
     """A model may have more rows than its tokenizer has tokens, and a prompt may name them."""
     state = State([Prompt("0", (1, 2, 7, 1, 2))], 10, torch.device("cpu"))
-    proposal = NgramDrafter(1, 4, 5, torch.float32).propose(state, (3,))
+    proposal = NgramDrafter(1, 4, sampler(5)).propose(state, (3,))
     assert proposal.count == (0,)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.models.kept_files import compiler
+from tests import checkpoints
+from tests.test_own import SCRIPTS
 from tests.test_real import file_of
 from tests.warm import LAUNCH, ROOT, python
 
@@ -86,23 +88,40 @@ def test_the_sdist_builds_the_same_wheel(built: Path, unpacked: Path) -> None:
     assert names[0] == names[1]
 
 
-def test_the_installed_wheel_runs_in_an_empty_folder(built: Path, tmp_path: Path) -> None:
-    """In an environment of its own, which has what it depends on from this one."""
-    place, empty = tmp_path / "venv", tmp_path / "empty"
-    empty.mkdir()
-    ran([sys.executable, "-m", "venv", "--without-pip", str(place)], tmp_path)
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel, which has what it depends on from this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    place = folder / "venv"
+    ran([sys.executable, "-m", "venv", "--without-pip", str(place)], folder)
     (site,) = place.glob("lib/python*/site-packages")
     (site / "here.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     install = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "install", "--no-deps"]
-    ran([*install, "--no-index", "--quiet", str(next(built.glob("*.whl")))], tmp_path)
-    program = str(place / "bin/llama-ssp")
-    assert "fits" in ran([program, "task=plan", "model=65B", "draft=7B", "cluster=p4d"], empty)
+    ran([*install, "--no-index", "--quiet", str(next(built.glob("*.whl")))], folder)
+    return place
+
+
+def test_the_installed_wheel_runs_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    program = str(installed / "bin/llama-ssp")
+    assert "fits" in ran([program, "task=plan", "model=65B", "draft=7B", "cluster=p4d"], tmp_path)
     asked = ['task.prompts=["def hello"]', "task.max_new_tokens=4", "seed=1", "output=json"]
-    summary = json.loads(ran([program, *asked], empty).splitlines()[-1])
+    summary = json.loads(ran([program, *asked], tmp_path).splitlines()[-1])
     assert summary["outputs"][0]["output_tokens"] == 4 and summary["tokens_drafted"] > 0
-    assert (empty / summary["run_folder"] / "summary.json").is_file()
-    where = [str(place / "bin/python"), "-c", "import llama_ssp; print(llama_ssp.__file__)"]
-    assert ran(where, empty).startswith(str(site))
+    assert (tmp_path / summary["run_folder"] / "summary.json").is_file()
+    where = [str(installed / "bin/python"), "-c", "import llama_ssp; print(llama_ssp.__file__)"]
+    assert ran(where, tmp_path).startswith(str(installed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(len(SCRIPTS)))
+def test_the_installed_wheel_runs_the_scripts_of_own_parts(
+    number: int, installed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPTS[number], encoding="utf-8")
+    words = list[str]()
+    if "sys.argv" in SCRIPTS[number]:
+        words.append(str(checkpoints.save(tmp_path / "model", max_position_embeddings=512)))
+    assert ran([str(installed / "bin/python"), "script.py", *words], tmp_path)
 
 
 HEAVY = ("torch", "transformers", "accelerate", "bitsandbytes", "safetensors")

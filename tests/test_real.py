@@ -5,6 +5,7 @@ LLAMA_SSP_NEED_REAL=1.
 """
 
 import os
+import re
 import signal
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from llama_ssp.text.tokenizer import read_tokens
 from tests.families import greedy_text
 from tests.gguf_files import gguf, reads_tokenizers
 from tests.processes import kill, wait_for
+from tests.test_own import run_script
 from tests.warm import LAUNCH, python, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.real, reads_tokenizers]
@@ -166,3 +168,20 @@ def test_a_batch_that_is_killed_twice_is_whole(tmp_path: Path) -> None:
         process.join()
     assert python(killed, tmp_path).code == 0
     assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_loaded_model_with_ngrams(tmp_path: Path) -> None:
+    """The script of docs/own.md, on the published model as transformers reads and saves it."""
+    file = file_of("smollm2")
+    with patch.multiple(gguf, **ONCE):
+        where = {"gguf_file": file.name}
+        module = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
+    del module.config.quantization_config  # its numbers are decoded
+    plain = AutoModelForCausalLM.from_config(module.config, dtype=torch.float32)
+    plain.load_state_dict(module.state_dict())
+    plain.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    said = run_script(2, tmp_path, tmp_path / "model")
+    tokens, passes = map(int, re.findall(r"^(\d+) tokens .* in (\d+) passes$", said, re.M)[0])
+    assert passes < tokens

@@ -23,16 +23,14 @@ from llama_ssp.config.validation import check, check_context, check_values
 from llama_ssp.errors import DataError, RunError, UsageError, shortened
 from llama_ssp.text import prompts
 from llama_ssp.text.logprobs import Spell, chat, completions, plain, spelled
+from llama_ssp.text.messages import ROLES, Message, message_of
 from llama_ssp.text.prompts import Line, TextPrompt, is_usable, name_of, parsed_object, require_usable
-from llama_ssp.text.thoughts import FIELDS
-from llama_ssp.text.tokenizer import Message
 
 if TYPE_CHECKING:
     from llama_ssp.pair.requests import Reply
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # A JSON string without \u escapes. Possessive repeats (*+) give up a long line that does not match at once.
 TEXT = rb'"[^"\\\0-\x1f]*+(?:\\["\\/bfnrt][^"\\\0-\x1f]*+)*+"'
 # An id of printable ASCII, without quotation marks and backslashes.
@@ -351,7 +349,7 @@ def _prompt_or_messages(record: dict[str, Any], where: str) -> tuple[str, tuple[
     elif prompt is not None:
         found = f"a prompt of type {type(prompt).__name__}"
     elif isinstance(messages, list) and messages:
-        read = [_message(message) for message in messages]
+        read = [message_of(message) for message in messages]
         if None not in read:
             return "", tuple(message for message in read if message)
         first_bad = read.index(None)
@@ -404,35 +402,6 @@ def _own_arguments(record: dict[str, Any], is_chat: bool, where: str) -> dict[st
     except UsageError as error:
         raise DataError(f"a setting of the line is wrong: {error}", where=where) from None
     return arguments
-
-
-def _message(message: object) -> Message | None:
-    """Returns a message as chat templates know it: without its name, its parts joined. None if it is none.
-
-    OpenAI's content is a text, or a list of parts; parts that are no text are not served. A message of the
-    model may have its thoughts, as servers name them.
-    """
-    if not isinstance(message, dict) or message.keys() - {"name", *FIELDS} != {"role", "content"}:
-        return None
-    role = message["role"]
-    content = message["content"]
-    thoughts = {name: message[name] for name in FIELDS if message.get(name) is not None}
-    if thoughts and not (role == "assistant" and all(isinstance(text, str) for text in thoughts.values())):
-        return None
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            if (
-                not isinstance(part, dict)
-                or part.get("type") != "text"
-                or not isinstance(part.get("text"), str)
-            ):
-                return None
-            texts.append(part["text"])
-        content = "\n".join(texts)  # OpenAI does not say how parts are joined
-    if not (isinstance(content, str) and isinstance(role, str) and role in ROLES):
-        return None
-    return {"role": ROLES[role], "content": content, **thoughts}
 
 
 def _logprobs(record: dict[str, Any], usual: Request) -> int | None:

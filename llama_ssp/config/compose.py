@@ -3,14 +3,16 @@
 Errors of Hydra and OmegaConf become UsageErrors: one line with the key, what was found, what is allowed.
 """
 
+import json
 import os
 import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -146,11 +148,33 @@ def composed(overrides: Sequence[str], folders: Sequence[Path] = ()) -> RunConf:
         raise _translated(error) from error
 
 
-def pair_words(model: str | Path, draft: str | Path | None, overrides: Sequence[str] = ()) -> list[str]:
+def pair_words(
+    model: str | Path, draft: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> list[str]:
     """The overrides of a pair, or of a target without a draft, in full. Raises UsageError or ModelError."""
     names = zip(("model", "draft"), (model, "none" if draft is None else draft), strict=True)
-    given = [f"{role}={Path(name).absolute() if isinstance(name, Path) else name}" for role, name in names]
-    return in_full([*given, *listed("overrides", overrides)])
+    given = []
+    for role, name in names:
+        if not isinstance(name, str | Path):
+            raise UsageError(
+                f"{role} is no model",
+                found=type(name).__name__,
+                allowed=f"{NAMES_OF_A_MODEL}, as a text or a Path",
+                fix="name one",
+            )
+        given.append(f"{role}={Path(name).absolute() if isinstance(name, Path) else name}")
+    if not isinstance(overrides, Mapping):
+        return in_full([*given, *listed("overrides", overrides)])
+    return in_full([*given, *(f"{key}={_word(value)}" for key, value in overrides.items())])
+
+
+def _word(value: Any) -> str:
+    """Returns a plain value of Python as the command line has it."""
+    if getattr(value, "shape", None) == ():  # one number of NumPy
+        value = value.item()
+    if isinstance(value, str | Path):
+        return str(value)
+    return json.dumps(value)  # true, null, [1,2], {"0":"20GiB"}
 
 
 def _translated(error: Exception) -> UsageError:

@@ -68,8 +68,8 @@ def device(about: str) -> Any:
 # The choices of keys; the key's description says what each means.
 Dtype = StrEnum("Dtype", ["auto", "fp64", "fp32", "bf16", "fp16", "int8", "int4", "nf4", "packed"])
 OWN_CODES = (Dtype.int4, Dtype.packed)  # formats that our decoder alone has
-Weights = StrEnum("Weights", ["checkpoint", "synthetic"])
-Drafting = StrEnum("Drafting", ["model", "ngram", "none"])
+Weights = StrEnum("Weights", ["checkpoint", "synthetic", "loaded"])
+Drafting = StrEnum("Drafting", ["model", "ngram", "none", "own"])
 Verification = StrEnum("Verification", ["block", "token"])
 Overlap = StrEnum("Overlap", ["auto", "ahead", "off"])
 LogprobsOf = StrEnum("LogprobsOf", ["target", "sampled"])
@@ -145,7 +145,11 @@ class ModelConf:
         allowed="a name",
     )
     sha256: str = key("", "The SHA-256 of that file.", shape=r"([0-9a-f]{64})?", allowed="64 hex digits")
-    weights: Weights = key(Weights.checkpoint, "checkpoint reads files; synthetic makes weights from a seed.")
+    weights: Weights = key(
+        Weights.checkpoint,
+        "checkpoint reads files; synthetic makes weights from a seed; loaded is a model that a script has "
+        "loaded, in Python alone.",
+    )
     dtype: Dtype = key(
         Dtype.auto,
         "How weights are held: auto is the device's fastest format without loss of range; int8, int4, nf4 "
@@ -339,6 +343,13 @@ class PlanningConf:
     acceptance: float | None = share(
         None, "The acceptance probability that is planned with; null assumes 0.8. task=plan has its own key."
     )
+    tokens: int | None = number(
+        None,
+        1,
+        MAX_INT,
+        "Tokens that the process writes in all, by which it is decided whether compiling pays; null is what "
+        "the task writes.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,7 +425,11 @@ class SpeculationConfig:
         "Drafted tokens a round (K); 0 is regular sampling; null, or auto, is the plan's best K at "
         "plan.acceptance, where the machine has not been measured 4, with n-grams 8, and in batch measured.",
     )
-    drafter: Drafting = key(Drafting.model, "What drafts: the model, n-grams of the text so far, or nothing.")
+    drafter: Drafting = key(
+        Drafting.model,
+        "What drafts: the model, n-grams of the text so far, nothing, or, in Python alone, a drafter of your "
+        "own.",
+    )
     verification: Verification = key(Verification.block, "The exact rule: block accepts no less than token.")
     adaptive: bool = key(False, "Choose K for each row from measurements.")
     k_max: int = number(16, 1, MAX_K, "The largest K of adaptive.")

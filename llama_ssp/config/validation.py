@@ -234,7 +234,7 @@ def check_values(node: Any, prefix: str = "") -> None:
                 f"{key} is of the wrong type",
                 found=repr(value),
                 allowed=", ".join(hint) if isinstance(hint, EnumType) else entry.type,
-                fix="write it as --help shows",
+                fix="docs/keys.md and --help show what it takes",
             )
         if is_dataclass(value):
             check_values(value, f"{key}.")

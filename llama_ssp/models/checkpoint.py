@@ -60,6 +60,8 @@ def complete(model: ModelConf, role: str, download: bool = False) -> tuple[Model
     """
     if model.weights is Weights.synthetic:
         return _synthetic(model, role), None
+    if model.weights is Weights.loaded:
+        return _loaded(model, role), None
     path = find(model, role, download)
     if kind_of(path):
         return _with_head(model, path, role), path
@@ -128,6 +130,19 @@ def _with_head(model: ModelConf, path: Path, role: str) -> ModelConf:
         head_shares_cache=head.shares_cache,
         head_centroids=head.centroids if isinstance(head, AssistantSettings) else 0,
     )
+
+
+def _loaded(model: ModelConf, role: str) -> ModelConf:
+    """Returns the model, whose shape load_pair has read. Raises UsageError where it has not."""
+    if not model.family:
+        raise UsageError(
+            "a model that is loaded is given in Python",
+            where=f"{role}.weights",
+            found="loaded",
+            allowed="checkpoint, synthetic",
+            fix="give it to load_pair, as the model or the draft",
+        )
+    return model
 
 
 def _synthetic(model: ModelConf, role: str) -> ModelConf:

@@ -133,7 +133,7 @@ class GraphedModel(SteppedModel):
         slots = -(-(rows * capacity + 1) // BUCKET) * BUCKET
         ring = ring_of(rewinds) if self.has_states else 0
         needed = Room(slots=slots, texts=rows + 1 if ring else 0, ring=ring)
-        unused = self._on_all_ranks([memory.user() is None for memory in self._memories])
+        unused = self._on_all_ranks([memory.is_unused for memory in self._memories])
         pairs = list(zip(self._memories, unused, strict=True))
         self._memories = [memory for memory, is_unused in pairs if not is_unused or memory.room.holds(needed)]
         memory = next((each for each, is_unused in pairs if is_unused and each.room.holds(needed)), None)
@@ -421,3 +421,9 @@ class Memory:
     layers: Caches
     user: Callable[[], KVCache | None] = lambda: None
     graphs: dict[int, Graph] = field(default_factory=dict)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no cache is in it: the last one is gone, or has let go of its slots."""
+        user = self.user()
+        return user is None or user.layers is not self.layers

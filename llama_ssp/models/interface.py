@@ -49,6 +49,9 @@ class Cache(Protocol):
     def resumable(self, row: int, length: int) -> int:
         """Returns from which of a row's first `length` tokens on a pass can go on: `length`, or else 0."""
 
+    def free(self) -> None:
+        """Frees the memory of all rows; the cache cannot be used afterwards."""
+
 
 class Loaded(Protocol):
     """A target, a draft model or a head in memory."""

@@ -213,6 +213,10 @@ class KVCache:
                 keys_RGCD[row].zero_()
                 values_RGCD[row].zero_()
 
+    def free(self) -> None:
+        """Lets go of the slots of all layers."""
+        self.layers = []
+
 
 def has_states(layer: LayerCache) -> bool:
     """Returns whether a layer keeps states, and not keys and values."""

@@ -20,6 +20,7 @@ from llama_ssp.models.assemble import decoder, wanted
 from llama_ssp.models.causal_lm import CausalModel, kernels_of
 from llama_ssp.models.checkpoint import read_config
 from llama_ssp.models.cuda_graphs import GraphedModel
+from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import MTP_LAYERS, TESTED_FAMILIES, family_of
@@ -27,6 +28,7 @@ from llama_ssp.models.folder import REFETCH, is_gguf
 from llama_ssp.models.formats.adapted_source import adapted, merge
 from llama_ssp.models.formats.coded_source import source_of
 from llama_ssp.models.formats.quantised_config import quantised_config
+from llama_ssp.models.given import GivenModel, ModuleSource
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.interface import Model
 from llama_ssp.models.kernels import attention as attention_kernel
@@ -105,6 +107,39 @@ def load(
             line += f"; activations are not quantised: inputs stay in {str(numbers).removeprefix('torch.')}"
     log.log(level, line)
 
+    return _run_by_decoder(layers, config, model, form, ranks)
+
+
+def load_given(given: GivenModel, model: ModelConf, dtype: Dtype, role: str, fast: bool = False) -> Model:
+    """Returns a model that a script has loaded, ready to run; nothing of it is changed.
+
+    On the decoder it shares tensors. A module is first tried: it may do anything.
+    """
+    module = given.module
+    if given.against:
+        if dtype is not given.conf.dtype:
+            raise ModelError(
+                "a module of the script runs as it is",
+                where=f"{role} {model.name}",
+                found=f"{role}.dtype={dtype.value}",
+                allowed=given.conf.dtype.value,
+                fix=f"leave {role}.dtype out, or load the module in that format",
+            )
+        causal = CausalModel(module, model.name)
+        require_faithful(causal)
+        return causal
+
+    form = _form(model, dtype, given.device, fast)
+    source = ModuleSource(module, wanted(module.config))
+    layers = decoder(module.config, source, form=form, drafts=role == DRAFT)
+    return _run_by_decoder(layers, module.config, model, form, ALONE)
+
+
+def _run_by_decoder(
+    layers: Decoder, config: Any, model: ModelConf, form: LayerFormat, ranks: Ranks
+) -> DecoderModel:
+    """Returns the model of these layers, with compiled steps if its products are by our kernels."""
+    device = form.device
     kind = stepped(device) if form.kernels is Kernels.all else DecoderModel
     decoder_model = kind(layers, config, model.name, ranks)
     all_attend = all(attends_on_cpu(size) for _, size in kinds_of_heads(model))

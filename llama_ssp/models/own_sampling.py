@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config import MAX_TEMPERATURE, MIN_TEMPERATURE, ModelConf, SamplingConfig
+from llama_ssp.config import MAX_TEMPERATURE, MIN_TEMPERATURE, ModelConf, SamplingConfig, Weights
 from llama_ssp.errors import ModelError
 from llama_ssp.models.folder import is_gguf, read_json
 
@@ -61,8 +61,9 @@ def own_sampling(model: ModelConf, path: Path | None) -> OwnSampling:
         if found.source:
             return found
     if model.sampling:
-        where = f"the preset {model.name}"
-        return OwnSampling(_checked(model.sampling, where), "its preset")
+        source = "its generation_config" if model.weights is Weights.loaded else "its preset"
+        usual = _checked(model.sampling, f"{source}, {model.name}")
+        return OwnSampling(usual, source if usual.named else "")
     return OwnSampling()
 
 

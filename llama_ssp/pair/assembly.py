@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from llama_ssp.config import (
     USUAL_CHUNK,
+    Drafting,
     OnDraftLoss,
     PlacementConf,
     RunConf,
@@ -32,7 +32,7 @@ from llama_ssp.models.graph_sizes import rewinds_of
 from llama_ssp.models.heads.load import load_head, table_on_disk
 from llama_ssp.models.heads.model import HeadModel
 from llama_ssp.models.interface import Model
-from llama_ssp.models.loader import DRAFT, load
+from llama_ssp.models.loader import DRAFT, load, load_given
 from llama_ssp.models.model_config import config_of
 from llama_ssp.models.steps import SteppedModel, has_kernels
 from llama_ssp.pair.placements import ModelPlacement, Placements
@@ -45,6 +45,7 @@ from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
 from llama_ssp.speculative.drafters.head import head_drafter
 from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter, Sampler
 from llama_ssp.speculative.drafters.ngram import TEXT_DRAFTERS
+from llama_ssp.speculative.drafters.own import MakeDrafter, own_drafter
 from llama_ssp.speculative.drafters.remote import RemoteDrafter
 from llama_ssp.speculative.engine import Engine, RankEngine
 from llama_ssp.speculative.follower import Follower
@@ -270,6 +271,8 @@ def _loaded(held: HeldModel) -> Model:
     # From Hopper on, torch prefers cuDNN's attention where there is a mask, and cuDNN plans each new shape
     # anew, for some 0.4 s. Prompts and eager steps have a new shape in every pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if placed.given is not None:
+        return load_given(placed.given, placed.model, placed.dtype, placed.role, held.compiled)
     what = (placed.model, placed.path, placed.dtype)
     name = f"{placed.role} {placed.model.name}"
     if placed.splitting is Splitting.layers:
@@ -347,9 +350,18 @@ def _reading(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def engine_for(
-    pair: RankModels, run: RunConf, tokens: Tokens, ends: frozenset[int], seed: int, rule: Rule | None = None
+    pair: RankModels,
+    run: RunConf,
+    tokens: Tokens,
+    ends: frozenset[int],
+    seed: int,
+    rule: Rule | None = None,
+    make_drafter: MakeDrafter | None = None,
 ) -> RankEngine:
-    """Returns an engine with its own caches and draws. `rule` replaces the run's. Raises UsageError."""
+    """Returns an engine with its own caches and draws; `rule` replaces the run's. Raises UsageError.
+
+    `make_drafter` makes what drafts where the run has a drafter of the script's own.
+    """
     first = next(iter(pair.loaded.values()))
     vocab = min(pair.vocab, tokens.size)
     replay = first.replay if first.has_graphs else None
@@ -365,8 +377,9 @@ def engine_for(
     rewinds = rewinds_of(run.most_drafts, ahead=False)
     target = ModelRunner(pair.target, pair.prefill_chunk, rewinds) if pair.target else None
     bridge = tokens.paired.bridge if tokens.paired else None
-    sampler = Sampler(transform, CounterDraws(seed, first.replay))
-    drafter = _drafter(pair, run, sampler, target, bridge)
+    wide = torch.promote_types((pair.target or first).dtype, torch.float32)
+    sampler = Sampler(transform, CounterDraws(seed, first.replay), wide)
+    drafter = _drafter(pair, run, sampler, target, bridge, make_drafter)
     if not run.has_draft_model and not roles.drafts_apart:
         roles = replace(roles, drafting=None)
     if target is not None and roles.leads:
@@ -376,21 +389,27 @@ def engine_for(
 
 
 def _drafter(
-    pair: RankModels, run: RunConf, sampler: Sampler, target: ModelRunner | None, bridge: Intersection | None
+    pair: RankModels,
+    run: RunConf,
+    sampler: Sampler,
+    target: ModelRunner | None,
+    bridge: Intersection | None,
+    make_drafter: MakeDrafter | None,
 ) -> Drafter | None:
     """Returns this rank's part in drafting; None where it has none."""
     roles = pair.roles
-    wide = partial(torch.promote_types, torch.float32)
     spec = run.speculation
-    vocab = sampler.transform.vocab
     if pair.target and roles.leads and run.drafts_from_text:
-        return TEXT_DRAFTERS[spec.drafter](spec, vocab, wide(pair.target.dtype))
+        if make_drafter is not None and spec.drafter is Drafting.own:
+            return own_drafter(make_drafter, sampler)
+        return TEXT_DRAFTERS[spec.drafter](spec, sampler)
     if not run.has_draft_model:
         return Drafter() if pair.draft and roles.drafts_apart else None
     if pair.head:
         return head_drafter(pair.head, target, sampler) if target else None
     if roles.client:
-        return RemoteDrafter(roles.client, pair.draft_context, vocab, wide(pair.draft_dtype))
+        wide = torch.promote_types(pair.draft_dtype, torch.float32)
+        return RemoteDrafter(roles.client, pair.draft_context, sampler.vocab, wide)
     if pair.draft is None:
         return None
     rewinds = rewinds_of(run.most_drafts, ahead=roles.drafts_apart)

@@ -28,9 +28,10 @@ class CallThreads:
         self._share = cores_here() if torch.get_num_threads() == usual_threads() else None
 
     @contextmanager
-    def chosen(self) -> Iterator[None]:
-        """Has torch compute with the number for this call inside."""
-        self._look()
+    def chosen(self, is_new: bool = True) -> Iterator[None]:
+        """Has torch compute with the number for this call inside; a new call chooses it."""
+        if is_new:
+            self._look()
         usual = torch.get_num_threads()
         limits = [limit for limit in (self._free, self._share) if limit is not None]
         threads = min([usual, *limits])

@@ -18,9 +18,9 @@ from llama_ssp.pair.session import PairSession
 from llama_ssp.pair.token_prompts import usable
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import Counts
+from llama_ssp.text.messages import Message
 from llama_ssp.text.prompts import TextPrompt, require_usable
 from llama_ssp.text.thoughts import ThoughtStream
-from llama_ssp.text.tokenizer import Message
 
 # How a conversation is written for a model without a chat template.
 NAMES = {"system": "", "user": "User: ", "assistant": "Assistant: "}

@@ -16,11 +16,12 @@ from llama_ssp.errors import UsageError
 from llama_ssp.models.checkpoint import dtype_on_disk
 from llama_ssp.models.device_map import Room
 from llama_ssp.models.devices import TORCH_DTYPES, describe, device_of, dtype_of, every_device, memory_of
+from llama_ssp.models.given import GivenModel
 from llama_ssp.models.host_memory import memory_here
 from llama_ssp.models.kept_files import compiler
-from llama_ssp.models.loader import DRAFT
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.sharding import is_planned
+from llama_ssp.pair.given import NOTHING, Given
 from llama_ssp.placing.engine import COMPILES_ONCE, needs_trial, tokens_generated, why_eager
 from llama_ssp.placing.pairs import PairSpec, require_whole
 from llama_ssp.placing.prediction import Prediction, predict, require_fit, require_host, warn_of_codes
@@ -29,7 +30,7 @@ from llama_ssp.planner.engine import launching_s
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.hardware import CPU_RESERVE
 from llama_ssp.planner.weights import ModelPart, held
-from llama_ssp.planner.workload import GIB, Role
+from llama_ssp.planner.workload import DRAFT, GIB, TARGET, Role
 from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class ModelPlacement:
     room: Room = (0, 0, 0)  # that its weights leave on GPUs, with placement=layers
     compiled: bool = False
     on_trial: bool = False  # compiled if a trial of its steps over these ranks passes
+    given: GivenModel | None = None  # that a script has loaded
 
     @property
     def degree(self) -> int:
@@ -85,12 +87,12 @@ class Placements:
         return (placed for placed in (self.target, self.draft, self.head) if placed)
 
 
-def model_placements(spec: PairSpec) -> Placements:
+def model_placements(spec: PairSpec, given: Given = NOTHING) -> Placements:
     """Returns where the models go; logs what is unusual. Raises UsageError or DistributedError."""
-    target = _placed(spec, "model", spec.run.model, spec.target_path)
+    target = _placed(spec, TARGET, spec.run.model, spec.target_path, given.models.get(TARGET))
     drafter: ModelPlacement | None = None
     if spec.run.draft is not None and spec.placement.draft:
-        drafter = _placed(spec, DRAFT, spec.run.draft, spec.draft_path)
+        drafter = _placed(spec, DRAFT, spec.run.draft, spec.draft_path, given.models.get(DRAFT))
         conf = spec.run.placement
         elsewhere = conf.draft_device not in ("auto", "cuda", conf.target_device)
         if drafter.degree > 1 and target.device.type != "cpu" and elsewhere:  # NCCL takes GPUs alone
@@ -110,11 +112,13 @@ def placement_of(spec: PairSpec, role: str) -> ModelPlacement:
     """Returns where one model of the pair goes, by itself: nothing is asked of the other."""
     if role == DRAFT:
         assert spec.run.draft is not None
-        return _placed(spec, role, spec.run.draft, spec.draft_path)
-    return _placed(spec, role, spec.run.model, spec.target_path)
+        return _placed(spec, role, spec.run.draft, spec.draft_path, None)
+    return _placed(spec, role, spec.run.model, spec.target_path, None)
 
 
-def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> ModelPlacement:
+def _placed(
+    spec: PairSpec, role: str, model: ModelConf, path: Path | None, given: GivenModel | None
+) -> ModelPlacement:
     run = spec.run
     conf = spec.run.placement
     placement = spec.placement
@@ -142,7 +146,8 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
         ranks = placement.target
         copies = False
     memory = {str(key): size for key, size in conf.max_memory.items()}
-    compiled = compiles(run, role, model, device, dtype, splitting)
+    by_module = given is not None and bool(given.against)
+    compiled = not by_module and compiles(run, role, model, device, dtype, splitting)
     on_trial = compiled and degree > 1 and needs_trial(run.engine, device.type == "cpu")
 
     return ModelPlacement(
@@ -159,21 +164,25 @@ def _placed(spec: PairSpec, role: str, model: ModelConf, path: Path | None) -> M
         bridge=run.speculation.bridge,
         compiled=compiled,
         on_trial=on_trial,
+        given=given,
     )
 
 
-def tokens_of(placements: Placements) -> Tokens:
+def tokens_of(placements: Placements, given: Given = NOTHING) -> Tokens:
     """Returns the target's tokenizer, matched with the draft model's. Raises ModelError or UsageError."""
     target = placements.target
     draft = placements.draft  # none of a head, which has the target's tokens
     for placed in (target, draft):
         if placed is not None and placed.path is not None:  # first: config.json chooses the tokenizer, too
             require_supported(placed.path)
-    tokens = read_tokens(target.path, target.model.vocab)
-    if draft is None:
+    tokens = given.tokens(target.path, target.model.vocab)
+    if tokens is None:
+        tokens = read_tokens(target.path, target.model.vocab)
+    if draft is None or not given.has_tokenizer:
         return tokens
     widths = target.model.vocab, draft.model.vocab
-    tokens.paired = match = paired(tokens, read_tokens(draft.path, widths[1]), widths, draft.bridge)
+    theirs = tokens if draft.given else read_tokens(draft.path, widths[1])  # one tokenizer is given for both
+    tokens.paired = match = paired(tokens, theirs, widths, draft.bridge)
     if match is not None:
         is_odd = match.notes or match.bridge
         log.log(logging.WARNING if is_odd else logging.INFO, "%s", match.in_words())
@@ -200,7 +209,7 @@ def require_loadable(
         slots=slots,
         formats={placed.role: placed.dtype for placed in placements},
         caches=caches,
-        measured=memory_of(device, ranks),
+        measured=memory_of(device, ranks) + _shared(placements, device),
         connected=sum(map(ranks.is_connected, splits)),
         on_cpu=device.type == "cpu",
     )
@@ -219,6 +228,20 @@ def require_loadable(
     elif run.plan.enforce:
         require_room(placements, run, rows * max(caches), slots)
     return placements, prediction
+
+
+def _shared(placements: Placements, device: torch.device) -> int:
+    """Returns the bytes of given models on the device that their loading does not take anew.
+
+    Compiled steps of a CPU have weights of their own, in another order.
+    """
+    return sum(
+        placed.given.shared
+        for placed in placements
+        if placed.given is not None
+        and placed.device == device
+        and not (placed.compiled and device.type == "cpu")
+    )
 
 
 def ranks_here() -> int:
@@ -252,7 +275,7 @@ def require_room(placements: Placements, run: RunConf, rows: int, slots: int) ->
         else:
             name = str(device)
             gib = run.cluster.gib
-            free = memory_of(device)
+            free = memory_of(device) + _shared(placements, device)
             capacity = free if gib is None else min(free, int(gib * GIB))
         reserve = CPU_RESERVE if run.cluster.reserve is None else run.cluster.reserve
         require_capacity(roles, rows, slots, name, capacity, reserve)

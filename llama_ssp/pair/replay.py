@@ -83,11 +83,11 @@ def draft_laws(
     """Returns what the pair's drafter gives each text's tokens, in rounds of up to k drafts."""
     run = spec.run
     if run.drafts_from_text:
-        transform = transform_of(spec, tokens)
-        drafter = TEXT_DRAFTERS[run.speculation.drafter](run.speculation, transform.vocab, torch.float32)
-        return _by_start(
-            run.speculation.drafter.value, drafter, None, TextDraws(0), texts, k, torch.device("cpu")
-        )
+        draws = TextDraws(0)
+        sampler = Sampler(transform_of(spec, tokens), draws)
+        drafter = TEXT_DRAFTERS[run.speculation.drafter](run.speculation, sampler)
+        name = run.speculation.drafter.value
+        return _by_start(name, drafter, None, draws, texts, k, torch.device("cpu"))
     assert run.draft is not None
     if run.draft.is_head:
         return _of_head(spec, tokens, texts, k, ranks)
@@ -199,7 +199,7 @@ def _of_head(
     models = pair.models
     assert models.target is not None and models.head is not None
     draws = TextDraws(0)
-    runner = ModelRunner(models.target, models.prefill_chunk)
+    runner = ModelRunner(models.target, models.prefill_chunk, k)
     drafter = head_drafter(models.head, runner, Sampler(transform_of(spec, tokens), draws))
     laws = _by_start(f"head {models.head.name}", drafter, runner, draws, texts, k, models.target.device)
     del models, runner, drafter

@@ -9,7 +9,7 @@ from typing import Any
 from llama_ssp.config import SamplingConfig
 from llama_ssp.errors import ModelError
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.speculative.stats import RowStep
+from llama_ssp.speculative.stats import Counts, RowStep
 from llama_ssp.text.detokenizer import Stop, TextSoFar
 from llama_ssp.text.logprobs import ScoredToken, are_damaged
 
@@ -84,8 +84,7 @@ class Reply:
     finish_reason: str | None = None  # once it has ended
     logprobs: list[ScoredToken] = field(default_factory=list)
     echoed: list[ScoredToken] = field(default_factory=list)
-    drafted: int = 0
-    accepted: int = 0
+    counts: Counts = field(default_factory=Counts)  # of this text alone
 
     @property
     def text(self) -> str:
@@ -116,8 +115,7 @@ class Reply:
         """Adds what a round gave; `logprobs` are those of all tokens so far."""
         self.token_ids += step.tokens
         self.logprobs = logprobs
-        self.drafted += len(step.drafted)
-        self.accepted += step.accepted
+        self.counts.add(step)
         if step.finish is not None:
             self.end(step.finish)
 

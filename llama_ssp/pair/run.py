@@ -131,12 +131,21 @@ class Run:
             for row in step.rows:
                 reply = self._in_row[row.row]
                 reply.take(row, self.state.logprobs[row.row])
+                reply.counts.decode_s += seconds
                 self.counts.add(row)
                 by_request.append(replace(row, row=reply.index))
                 if row.finish is not None:  # a job may have millions of requests with seeds
                     self.engine.draws.own.pop(prompt_key(reply.request.prompt.id), None)
             yield TimedStep(step.round, by_request, seconds)
+            if self.engine.were_left:  # the leader's caller does not want the rest
+                self.engine.flush()
+                return
             self._began = time.perf_counter()
+
+    def free(self) -> None:
+        """Frees the engine's caches, also while a traceback keeps the run. The engine cannot be used then."""
+        self.state = None
+        self.engine.free()
 
     def begin(self, state: State | None = None) -> None:
         """Takes up the first requests and reads their prompts; `rounds` does it where it was not done.

@@ -26,6 +26,7 @@ from llama_ssp.distributed.process_group import open_ranks
 from llama_ssp.errors import DataError, DistributedError, UsageError, first_line, lacks_gpu_memory
 from llama_ssp.models.devices import device_of, usage_of
 from llama_ssp.pair.assembly import COMPILED, ModelCache, RankModels, engine_for, prepare, prepare_anew
+from llama_ssp.pair.given import NOTHING, Given
 from llama_ssp.pair.placements import model_placements, require_loadable, tokens_of
 from llama_ssp.pair.requests import TokenRequest, requests_of
 from llama_ssp.pair.run import RunSettings
@@ -52,14 +53,19 @@ UNITS = {"GiB": GIB, "MiB": MIB}
 class PairSession:
     """A target and its drafter. `models` is there after `load`."""
 
-    def __init__(self, spec: PairSpec, ranks: Ranks = ALONE) -> None:
-        """Raises UsageError or ModelError where the pair cannot be run as configured."""
+    def __init__(self, spec: PairSpec, ranks: Ranks = ALONE, given: Given = NOTHING) -> None:
+        """Takes what a script gives in place of files and names.
+
+        Raises UsageError or ModelError where the pair cannot be run as configured.
+        """
+        self._given = given
+        self._require_drafter(spec.run)
         self.spec = spec
         self.run = spec.run
         self.ranks = ranks
-        self.placements = model_placements(spec)
-        self.tokens = tokens_of(self.placements)
-        self.end_ids = frozenset[int]() if spec.run.task.writes_past_end else self.tokens.end_ids
+        self.placements = model_placements(spec, given)
+        self.tokens = tokens_of(self.placements, given)
+        self.end_ids = self.ends_of(spec.run)
         self._models: RankModels | None = None
         self._prediction: Prediction | None = None
         self.engines: dict[str, str] = {}  # how steps run, by role
@@ -74,6 +80,16 @@ class PairSession:
         if self._models is None:
             raise RuntimeError("the pair is not loaded, or it was closed")
         return self._models
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the models are there."""
+        return self._models is not None
+
+    @property
+    def slots(self) -> int:
+        """The tokens of a text, at most, that `load` has made sure of."""
+        return self._slots
 
     def figures(self) -> dict[str, Any]:
         """Returns where the models are and how the two vocabularies match, for the summary."""
@@ -237,8 +253,24 @@ class PairSession:
     ) -> RankEngine:
         """Returns an engine with its own KV caches and draws; `run` and `rule` replace the session's."""
         run = run or self.run
-        ends = self.end_ids if end_ids is None else end_ids
-        return engine_for(self.models, run, self.tokens, ends, seed, rule)
+        ends = self.ends_of(run) if end_ids is None else end_ids
+        self._require_drafter(run)
+        return engine_for(self.models, run, self.tokens, ends, seed, rule, self._given.make_drafter)
+
+    def _require_drafter(self, run: RunConf) -> None:
+        """Raises UsageError where the run wants a drafter of a script's own, and there is none."""
+        if run.speculation.drafter is Drafting.own and self._given.make_drafter is None:
+            raise UsageError(
+                "there is no drafter of your own",
+                where="speculation.drafter",
+                found="own",
+                allowed="model, ngram, none",
+                fix="give it in Python: load_pair(..., drafter=Mine)",
+            )
+
+    def ends_of(self, run: RunConf) -> Ends:
+        """Returns the tokens that end a text of the run."""
+        return frozenset[int]() if run.task.writes_past_end else self.tokens.end_ids
 
     def run_settings(self, rows: int, run: RunConf | None = None, is_clocked: bool = True) -> RunSettings:
         """Returns how texts of `run` are written, `rows` at a time; an adaptive K goes by `costs`."""
@@ -246,7 +278,7 @@ class PairSession:
         return RunSettings(
             rows=rows,
             lookahead=partial(lookahead_for, run, costs=self.costs),
-            ends=self.end_ids,
+            ends=self.ends_of(run),
             decode=self.tokens.decode,
             is_sampled=run.task.logprobs_of is LogprobsOf.sampled,
             is_clocked=is_clocked,

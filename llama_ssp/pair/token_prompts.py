@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from llama_ssp.config import RunConf
 from llama_ssp.errors import DataError
 from llama_ssp.speculative.state import Prompt
+from llama_ssp.text.messages import Message
 from llama_ssp.text.prompts import TextPrompt, require_usable
-from llama_ssp.text.tokenizer import Message, Tokens
+from llama_ssp.text.tokenizer import Tokens
 
 CHARACTERS_A_TOKEN = 16  # more than texts have on average: a text's beginning shows that it is too long
 

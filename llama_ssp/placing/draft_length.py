@@ -95,11 +95,6 @@ def kept_of_job(spec: SpeculationConfig, settings: Mapping[str, Any]) -> Specula
     return replace(spec, **{name: value for name, value in kept.items() if value is not None})
 
 
-def with_k_of(decided: SpeculationConfig, asked: SpeculationConfig) -> SpeculationConfig:
-    """Returns what a call asks for, with the K of the loaded pair where it leaves K open."""
-    return replace(asked, k=decided.k) if asked.k is None else asked
-
-
 def decided_words(spec: SpeculationConfig) -> list[str]:
     """Returns the words of the command line that give another process the same K."""
     chosen = {"k": spec.k, "cost_ratio": spec.cost_ratio, "adaptive": str(spec.adaptive).lower()}

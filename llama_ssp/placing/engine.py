@@ -91,5 +91,5 @@ def step_rule(engine: Steps, tokens: int, on_cpu: bool) -> StepRule:
 
 
 def tokens_generated(run: RunConf) -> int:
-    """How many tokens the task generates for one prompt, as often as it does; of a chat or a job, a guess."""
-    return max(run.task.repeats * run.task.max_new_tokens, run.task.usual_tokens)
+    """How many tokens the process generates: as it is told, else by the task; of a chat or a job, a guess."""
+    return run.plan.tokens or max(run.task.repeats * run.task.max_new_tokens, run.task.usual_tokens)

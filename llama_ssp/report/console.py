@@ -101,7 +101,8 @@ class Progress:
 
     `what` is done in `units`, `total` of them; 0 if that is unknown. With "bytes" the counts are shown in kB,
     MB or GB. Without `ends_in_log` a log has no line at the end. With `ticks` a thread shows the time that
-    goes by: it must not run where something is timed.
+    goes by: it must not run where something is timed. What `is_asked` for is drawn whatever the log has, in a
+    notebook, too.
     """
 
     LOG_EVERY_S = 15.0
@@ -111,13 +112,20 @@ class Progress:
     FORESEEN_S = 2.0
 
     def __init__(
-        self, what: str, total: int, units: str, ends_in_log: bool = True, ticks: bool = False
+        self,
+        what: str,
+        total: int,
+        units: str,
+        ends_in_log: bool = True,
+        ticks: bool = False,
+        is_asked: bool = False,
     ) -> None:
         self._what = what
         self._total = total
         self._units = units
         self._ends_in_log = ends_in_log
         self._ticks = ticks
+        self._is_asked = is_asked
         self._done = 0
         self._before = 0  # how many of these earlier processes have done
         self._bars: Bars | None = None  # None: it is said in the log
@@ -126,7 +134,8 @@ class Progress:
         self._began = time.perf_counter()
         self._told = self._began  # when it was last drawn or logged
         cursor_moves = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-        if _is_terminal() and cursor_moves and log.isEnabledFor(logging.INFO) and not _SHOWN:
+        is_wanted = (self._is_asked or log.isEnabledFor(logging.INFO)) and not _SHOWN
+        if is_wanted and ((_is_terminal() and cursor_moves) or rich_console(is_error=True).is_jupyter):
             self._bars = _new_bars(self._ticks)
             # rich finds the bar's place by the width of the words before it, so they are made visible first.
             self._bar = self._bars.add_task(visible(self._what), total=self._total or None, words="")

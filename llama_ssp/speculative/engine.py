@@ -252,6 +252,21 @@ class RankEngine(ABC):
         """Sends, or receives, the last decision where no round follows it."""
         self._rounds.flush()
 
+    def leave(self) -> None:
+        """Does as `flush` where rounds end before their texts do; the leader ends those of all ranks."""
+        self._rounds.leave()
+
+    @property
+    def were_left(self) -> bool:
+        """Returns whether the leader has left the rounds."""
+        return self._rounds.were_left
+
+    def free(self) -> None:
+        """Frees the caches. The engine cannot be used afterwards."""
+        for model in (self.target, self.drafter):
+            if model:
+                model.free()
+
     def synchronize(self) -> None:
         """Waits for the GPUs of this rank's models, so that the leader's clocks are right.
 

@@ -149,8 +149,9 @@ def scored_continuations(
                 result[row][continuation] = tokens
         return result
 
-    target.prefill(state.token_BS, [length - 1 for length in lengths])
     for number in range(max(map(len, passes))):
+        # Once, but of a model with recurrent states: a longer stem than its cache has states is begun anew.
+        target.prefill(state.token_BS, [length - 1 for length in lengths])
         fed = {row: of_row[number] for row, of_row in enumerate(passes) if number < len(of_row)}
         blocks = [list(fed[row][0]) if row in fed else [] for row in range(state.rows)]
         later = state.extended(blocks)

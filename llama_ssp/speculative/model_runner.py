@@ -55,6 +55,12 @@ class ModelRunner:
         self._cache = None  # first: its memory may be needed
         self._cache = self.model.new_cache(rows, capacity, self.rewinds)
 
+    def free(self) -> None:
+        """Frees the cache, also where a traceback keeps hold of it."""
+        if self._cache is not None:
+            self._cache.free()
+        self._cache = None
+
     def prefill(self, token_BS: Tensor, ends: list[int]) -> None:
         """Feeds each row up to its end, in chunks; the texts have one token more."""
         self._begin(ends, [end + 1 for end in ends])

@@ -27,6 +27,7 @@ Count = tuple[int, ...]
 # Flags of a message.
 DECIDED = 1  # it holds a decision
 ALONE = 2  # the draft is lost
+LEFT = 4  # the leader's rounds end here, before their texts do
 
 
 class RoundProtocol(ABC):
@@ -38,10 +39,16 @@ class RoundProtocol(ABC):
         self._everyone = roles.everyone
         self._basis: int | None = None  # checksum of the texts' lengths at the last decision
         self.decided = 0  # rounds, since this engine began
+        self.were_left = False  # whether the leader's rounds ended before their texts did
 
     @abstractmethod
     def flush(self) -> None:
         """Completes the last decision's messages where no round follows."""
+
+    def leave(self) -> None:
+        """Completes them where texts have not ended: the other ranks' rounds end, too."""
+        self.were_left = True
+        self.flush()
 
     def _basis_of(self, state: State) -> int:
         """Returns the checksum at the last decision; before the first, of the texts as they are."""
@@ -103,6 +110,8 @@ class LeaderProtocol(RoundProtocol):
             kind |= DECIDED
         if self._is_alone:
             kind |= ALONE
+        if self.were_left:
+            kind |= LEFT
         ranks.broadcast_ints([self.decided, basis, kind, *self._unsent, *values])
 
     def _all_sent(self) -> None:
@@ -200,6 +209,7 @@ class FollowerProtocol(RoundProtocol):
             raise self._out_of_step(f"{self.decided} rounds are decided here, {number} with the leader")
         if theirs != basis:
             raise self._out_of_step("their texts differ in length")
+        self.were_left = bool(kind & LEFT)
         if kind & ALONE:
             self._everyone.drop_lost()
         rest = iter(values)

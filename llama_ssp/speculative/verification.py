@@ -85,6 +85,43 @@ class DraftBlock:
         return int(self.drafted_BK.shape[1])
 
     @cached_property
+    def ratio_BK(self) -> Array:
+        """Returns p(x) / q(x) of each drafted token x, (B, K); 0 where a row drafted nothing."""
+        index = self.drafted_BK[:, :, None]  # (B, K, 1): one token of V at each position
+        target_BK = pick(self.target_BWV[:, : self.k], index, 2)[:, :, 0]
+        draft_BK = pick(self.draft_BKV, index, 2)[:, :, 0]
+        real_BK = draft_BK > 0
+        return where(real_BK, target_BK / where(real_BK, draft_BK, 1), 0)
+
+    def within_count(self, chance_BK: Array) -> Array:
+        """Returns the chances, 0 where a row has no draft: a uniform number is never below 0."""
+        return where(self.count_B[:, None] > order(chance_BK), chance_BK, 0)
+
+    def probs_after(self, accepted_B: Array) -> tuple[Array, Array]:
+        """Returns the target's and the draft's probabilities after `accepted` drafts, (B, V) each.
+
+        They stand in column `accepted` of the K+1 positions of the target, and of the K of the draft. After
+        all of a row's drafts there is no draft's distribution: another one fills its place and is not used.
+        """
+        last_B = where(accepted_B < self.k, accepted_B, self.k - 1)
+        return row_by_row(self.target_BWV, accepted_B), row_by_row(self.draft_BKV, last_B)
+
+    def correction(self, rest_BV: Array, accepted_B: Array) -> Array:
+        """Returns what a rule leaves for the token after the accepted drafts, normalised, (B, V).
+
+        It is the target's own where the whole block is accepted. Then no draft was rejected, and nothing has
+        to be made up for: the token after the last draft is free. A row without drafts is such a block: 0 of
+        0 are accepted.
+
+        Also where nothing remains: both distributions are then equal up to rounding, and only rounding can
+        have made the draft's draw fail.
+        """
+        target_BV = row_by_row(self.target_BWV, accepted_B)
+        mass_B1 = rest_BV.sum(-1, keepdims=True)
+        whole_B1 = (accepted_B == self.count_B)[:, None] | (mass_B1 <= 0)
+        return where(whole_B1, target_BV, rest_BV / where(mass_B1 > 0, mass_B1, 1))
+
+    @cached_property
     def carried_BW(self) -> Array:
         """Returns the block rule's P[0..K], (B, K+1): P[0] = 1, P[i] = min(P[i-1] * p(x_i) / q(x_i), 1).
 
@@ -118,7 +155,7 @@ class RoundDraws(Protocol):
 class Rule(ABC):
     """Decides exactly. What it declares here is all that the engine and task=certify know of it."""
 
-    name: str
+    name: str = "own"
 
     def decide(self, block: DraftBlock, draws: RoundDraws) -> tuple[Array, Array]:
         """Returns how many drafts stand in each row, (B,), and the token that follows them, (B,)."""
@@ -142,13 +179,14 @@ class Rule(ABC):
     def correction_probs(self, block: DraftBlock, accepted_B: Array) -> Array:
         """Returns the distribution of the token after the accepted ones, (B, V)."""
 
-    @abstractmethod
     def standing(self, block: DraftBlock, prob_BK: Array) -> tuple[Array, Array]:
         """Returns two chances of each draft before it is drawn, (B, K) each, for the adaptive draft length.
 
         They are: that all drafts before it are kept, and that it is kept, too. `prob_BK` is
-        `acceptance_prob(block)`.
+        `acceptance_prob(block)`. A rule that does not say it is taken for one that decides draft by draft.
         """
+        before_BK = shifted(prob_BK.cumprod(-1), 1)
+        return before_BK, before_BK * prob_BK
 
 
 class TokenRule(Rule):
@@ -157,9 +195,9 @@ class TokenRule(Rule):
     name = "token"
 
     def accept_chances(self, block: DraftBlock) -> Array:
-        ratio_BK = _ratios(block)
+        ratio_BK = block.ratio_BK
         chance_BK = where(ratio_BK < 1, ratio_BK, 1)  # min(1, p / q)
-        return _within_count(block, chance_BK)
+        return block.within_count(chance_BK)
 
     def accepted(self, passed_BK: Array) -> Array:
         # 1 1 0 1 -> 1 1 0 0 -> 2: drafts after the first failure continue a rejected token.
@@ -170,7 +208,7 @@ class TokenRule(Rule):
         return _residual_probs(block, accepted_B, one_B)  # max(p - q, 0) / sum
 
     def standing(self, block: DraftBlock, prob_BK: Array) -> tuple[Array, Array]:
-        ratio_BK = _ratios(block)
+        ratio_BK = block.ratio_BK
         # Draft i is reached if those before it passed, each with its own chance.
         before_BK = shifted(where(ratio_BK < 1, ratio_BK, 1).cumprod(-1), 1)
         return before_BK, before_BK * prob_BK
@@ -193,7 +231,7 @@ class BlockRule(Rule):
         # In a ragged batch a row's last draft may stand in any column: column i - 1 is that of draft i.
         last_BK = block.count_B[:, None] == order(carried_BK) + 1
         chance_BK = where(last_BK, carried_BK, joined(chance_BJ, carried_BK[:, -1:]))
-        return _within_count(block, chance_BK)
+        return block.within_count(chance_BK)
 
     def accepted(self, passed_BK: Array) -> Array:
         # 0 1 0 1 0 -> 0 2 0 4 0 -> 4: a coin that passes keeps all drafts before it.
@@ -221,55 +259,17 @@ def acceptance_prob(block: DraftBlock) -> Array:
     return smaller(block.target_BWV[:, : block.k], block.draft_BKV).sum(-1)
 
 
-def _ratios(block: DraftBlock) -> Array:
-    """Returns p(x) / q(x) of each drafted token x, (B, K); 0 where a row drafted nothing."""
-    index = block.drafted_BK[:, :, None]  # (B, K, 1): one token of V at each position
-    target_BK = pick(block.target_BWV[:, : block.k], index, 2)[:, :, 0]
-    draft_BK = pick(block.draft_BKV, index, 2)[:, :, 0]
-    real_BK = draft_BK > 0
-    return where(real_BK, target_BK / where(real_BK, draft_BK, 1), 0)
-
-
 def _carried(block: DraftBlock) -> Array:
     """Returns P[0..K] of the block rule, (B, K+1)."""
-    ratio_BK = _ratios(block)
+    ratio_BK = block.ratio_BK
     carried = [ratio_BK[:, 0] * 0 + 1]  # P[0] = 1, in the block's own kind of number
     for ratio_B in ratio_BK.T:
         carried.append(smaller(carried[-1] * ratio_B, carried[0]))
     return stack_last(carried)
 
 
-def _within_count(block: DraftBlock, chance_BK: Array) -> Array:
-    """Returns the chances, 0 where a row has no draft: a uniform number is never below 0."""
-    return where(block.count_B[:, None] > order(chance_BK), chance_BK, 0)
-
-
 def _residual_probs(block: DraftBlock, accepted_B: Array, weight_B: Array) -> Array:
     """Returns max(weight * p - q, 0) after the accepted drafts, divided by its sum, (B, V)."""
-    target_BV, draft_BV = _probs_after(block, accepted_B)
+    target_BV, draft_BV = block.probs_after(accepted_B)
     rest_BV = excess(weight_B[:, None], target_BV, draft_BV)
-    return _probs_of(rest_BV, target_BV, block, accepted_B)
-
-
-def _probs_after(block: DraftBlock, accepted_B: Array) -> tuple[Array, Array]:
-    """Returns the target's and the draft's probabilities after `accepted` drafts, (B, V) each.
-
-    They stand in column `accepted` of the K+1 positions of the target, and of the K of the draft. After all
-    of a row's drafts there is no draft's distribution: another one fills its place and is not used.
-    """
-    last_B = where(accepted_B < block.k, accepted_B, block.k - 1)
-    return row_by_row(block.target_BWV, accepted_B), row_by_row(block.draft_BKV, last_B)
-
-
-def _probs_of(rest_BV: Array, target_BV: Array, block: DraftBlock, accepted_B: Array) -> Array:
-    """Returns what remains, normalised; the target's own probabilities where the whole block is accepted.
-
-    Then no draft was rejected, and nothing has to be made up for: the token after the last draft is free. A
-    row without drafts is such a block: 0 of 0 are accepted.
-
-    Also where nothing remains: both distributions are then equal up to rounding, and only rounding can have
-    made the draft's draw fail.
-    """
-    mass_B1 = rest_BV.sum(-1, keepdims=True)
-    whole_B1 = (accepted_B == block.count_B)[:, None] | (mass_B1 <= 0)
-    return where(whole_B1, target_BV, rest_BV / where(mass_B1 > 0, mass_B1, 1))
+    return block.correction(rest_BV, accepted_B)

@@ -22,11 +22,12 @@ from llama_ssp.config.environment import rank_environment
 from llama_ssp.distributed.comm import broadcast_json
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.models.checkpoint import complete, dtype_on_disk
-from llama_ssp.pair.api import ScoredText
+from llama_ssp.pair.results import ScoredText
 from llama_ssp.placing.pairs import pair_specs
 from llama_ssp.placing.prediction import predict
 from llama_ssp.placing.request import Known
-from llama_ssp.text.tokenizer import Message, Tokens
+from llama_ssp.text.messages import Message
+from llama_ssp.text.tokenizer import Tokens
 
 # The harness's log: it shows what is said there, in its own form.
 log = logging.getLogger("lm_eval.models.llama_ssp")

@@ -32,8 +32,8 @@ from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import Task
 from llama_ssp.tasks.inputs import RunInputs
 from llama_ssp.tasks.profiling import PARTS, Stopwatch, timed_ranks
+from llama_ssp.text.messages import Message
 from llama_ssp.text.prompts import TextPrompt
-from llama_ssp.text.tokenizer import Message
 
 log = logging.getLogger(__name__)
 PromptBatch = list[tuple[TextPrompt, Prompt]]

@@ -1,15 +1,15 @@
 """task=plan: from the configuration to a plan, printed, drawn and kept. No torch, no weights, no GPU."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.config import BatchConf, Output, PlanConf, RunConf, Scheduler, Splitting
+from llama_ssp.config.arguments import in_full
 from llama_ssp.config.compose import composed, pair_words
-from llama_ssp.config.validation import listed
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import DISTRIBUTED, FAILED_CHECK, OK, ModelError, StorageError, UsageError
 from llama_ssp.models.checkpoint import SHIPPED, folder_at_hand, inspect, read_config
@@ -44,16 +44,16 @@ def plan(
     draft: str | Path | None = None,
     *,
     cluster: str = "local",
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
 ) -> Plan:
     """Returns whether a pair fits on a cluster, where its parts go, and how fast it is. Loads no weights.
 
     `model` and `draft` are names of presets, folders, GGUF files, or ids on the Hugging Face hub; `cluster`
-    is a preset's name, `local` this machine. `overrides` are those of the command line. Raises UsageError or
-    ModelError.
+    is a preset's name, `local` this machine. `overrides` are those of the command line, or a mapping of them.
+    Raises UsageError or ModelError.
     """
-    words = pair_words(model, draft, ["task=plan", f"cluster={cluster}", *listed("overrides", overrides)])
-    _, made = planned(composed(words), 1)
+    words = in_full(["task=plan", f"cluster={cluster}"])
+    _, made = planned(composed([*words, *pair_words(model, draft, overrides)]), 1)
     if isinstance(made, OneProcess):
         raise ModelError(
             "an architecture without a row has no Plan, whose times are those of known layers",

@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from llama_ssp.models.library_log import quiet_library
 from llama_ssp.text.compatibility import Diagnosis, pair
 from llama_ssp.text.detokenizer import Stop
 from llama_ssp.text.gguf_tokenizer import HeaderTokenizer, require_same_tokens
+from llama_ssp.text.messages import Message
 from llama_ssp.text.template_trial import excess_of
 from llama_ssp.text.thoughts import USUAL, Thoughts, ThoughtStream, thoughts_of
 from llama_ssp.text.vocabulary import (
@@ -40,9 +42,6 @@ MARK_TOKENS = 32  # at the end of a prompt, which show whether it begins a thoug
 WORD = "7046215937"  # begins a message that no template rewrites, to see whether it is rendered at all
 # What transformers warns of once for each tokenizer, unless it has.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
-
-
-Message = dict[str, str]  # its role and its content, and what was thought where the template reads that
 
 
 class Tokens:
@@ -120,10 +119,46 @@ class Tokens:
         return self.encode(self.rendered(messages, arguments=arguments), special=True, begin=False)
 
 
-class HubTokens(Tokens):
-    """A Hugging Face tokenizer, read from a local folder."""
+class IdsAlone(Tokens):
+    """Stands for the tokenizer of a model that has none: prompts are token ids, and texts are empty."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, size: int, end_ids: frozenset[int]) -> None:
+        super().__init__(size)
+        self.end_ids = end_ids
+
+    def encode(self, text: str, special: bool = False, begin: bool = True) -> list[int]:
+        raise self._error()
+
+    def decode(self, ids: list[int]) -> str:
+        return ""
+
+    def stops(self, texts: Sequence[str]) -> list[Stop]:
+        if texts:
+            raise self._error()
+        return []
+
+    def spell(self, token_id: int) -> tuple[str, bytes | None]:
+        return "", None
+
+    def rendered(
+        self, messages: list[Message], goes_on: bool = False, arguments: Mapping[str, Any] = {}
+    ) -> str:
+        raise self._error()
+
+    def _error(self) -> DataError:
+        return DataError(
+            "the pair has no tokenizer",
+            found="a text",
+            allowed="token ids",
+            fix="give load_pair one: tokenizer=...",
+        )
+
+
+class HubTokens(Tokens):
+    """A Hugging Face tokenizer, read from a local folder, or one that a script has loaded."""
+
+    def __init__(self, path: Path, loaded: Any = None) -> None:
+        """Takes the folder; or a name for messages, and a tokenizer that is `loaded`, which is copied."""
         self._path = path
         self._warned = False
         self._looked_up = set[str]()  # arguments: whether the template reads them has been said
@@ -132,7 +167,7 @@ class HubTokens(Tokens):
 
         folder = tokenizer_folder(path)
         try:
-            self._tokenizer: Any = HeaderTokenizer(path) if folder is None else _of_folder(folder)
+            self._tokenizer: Any = _tokenizer_of(path, folder, loaded)
         except (MemoryError, ModelError, UsageError):
             raise
         except Exception as error:  # the Rust tokenizers raise bare Exceptions
@@ -403,6 +438,15 @@ def variables_of(template: str) -> frozenset[str]:
 
     environment = _compile_jinja_template(template).environment  # with transformers' own tags
     return frozenset(find_undeclared_variables(environment.parse(template)))
+
+
+def _tokenizer_of(path: Path, folder: Path | None, loaded: Any) -> Any:
+    """Returns the tokenizer of a folder, of a GGUF file's header, or a copy of one that is loaded."""
+    if loaded is not None:
+        copy = deepcopy(loaded)
+        copy.clean_up_tokenization_spaces = False
+        return copy
+    return HeaderTokenizer(path) if folder is None else _of_folder(folder)
 
 
 def _of_folder(folder: Path) -> Any:

@@ -8,6 +8,7 @@ Shapes: B rows, K drafts, V the target's vocabulary.
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -30,10 +31,19 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws drafts from logits, under the same controls as the target."""
+    """Draws drafts from logits, under the same controls as the target, or proposes tokens that were found.
+
+    `dtype` is that of probabilities.
+    """
 
     transform: SamplingTransform
     draws: CounterDraws
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def vocab(self) -> int:
+        """Returns how many tokens the target has."""
+        return self.transform.vocab
 
     def draw(
         self, state: State, offset: int, count: tuple[int, ...], logit_BV: Tensor, slot: Slot | None = None
@@ -60,6 +70,27 @@ class Sampler:
         token_B = self.draws.categorical(resting_BV, slot or state.slot(Purpose.DRAFT, offset))
         state.write_draft(token_B, offset, count)
         return Drawn(token_B, probs_BV)
+
+    def proposal(self, state: State, drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
+        """Returns a proposal of what `draw` returned, draft after draft."""
+        return proposal_of(drawn, count) if drawn else nothing(state)
+
+    def certain(self, state: State, tokens: list[list[int]]) -> Proposal:
+        """Proposes each row's tokens, written after its text, with one-hot probabilities.
+
+        A token x that was looked up has q(x) = 1: it is accepted with p(x) / q(x) = p(x), and the residual
+        max(p - q, 0) is p without x. A row is cut before the first token that the target has no logits of: a
+        prompt may have such.
+        """
+        known = [[*takewhile(lambda token: 0 <= token < self.vocab, row)] for row in tokens]
+        count = tuple(map(len, known))
+        if not max(count):
+            return nothing(state)
+
+        drafted_BK = sent([row + [0] * (max(count) - len(row)) for row in known], state.device)
+        state.write_drafts(drafted_BK, count)
+        like = torch.empty(*drafted_BK.shape, self.vocab, dtype=self.dtype, device=state.device)
+        return Proposal(drafted_BK, one_hot(drafted_BK, like), count)
 
 
 class Drafter:
@@ -102,6 +133,9 @@ class Drafter:
     def roll_back(self, lengths: list[int]) -> None:
         """Drops what was not committed; the texts have these lengths."""
 
+    def free(self) -> None:
+        """Frees what it holds for the batch; it is not used afterwards."""
+
     def figures(self) -> dict[str, Any] | None:
         """Returns figures of a draft on ranks of its own, under the names of the JSON interface."""
         return None
@@ -143,6 +177,9 @@ class DraftModel(Drafter):
 
     def roll_back(self, lengths: list[int]) -> None:
         self._runner.roll_back(lengths)
+
+    def free(self) -> None:
+        self._runner.free()
 
     def _next_ends(self, state: State, offset: int, count: tuple[int, ...]) -> list[int]:
         """Returns where the pass for draft number `offset` ends; rows without that draft are fed nothing."""
@@ -191,22 +228,6 @@ def proposal_of(drawn: list[Drawn], count: tuple[int, ...]) -> Proposal:
     probs_BKV = torch.stack([draft.probs_BV for draft in drawn], 1)
     drafted_BK = torch.stack([draft.token_B for draft in drawn], 1)
     return Proposal(drafted_BK, probs_BKV, count)
-
-
-def certain(state: State, tokens: list[list[int]], vocab: int, dtype: torch.dtype) -> Proposal:
-    """Proposes each row's tokens, written after its text, with one-hot probabilities.
-
-    A token x that was looked up has q(x) = 1: it is accepted with p(x) / q(x) = p(x), and the residual
-    max(p - q, 0) is p without x.
-    """
-    count = tuple(map(len, tokens))
-    if not max(count):
-        return nothing(state)
-
-    drafted_BK = sent([row + [0] * (max(count) - len(row)) for row in tokens], state.device)
-    state.write_drafts(drafted_BK, count)
-    like = torch.empty(*drafted_BK.shape, vocab, dtype=dtype, device=state.device)
-    return Proposal(drafted_BK, one_hot(drafted_BK, like), count)
 
 
 def reach(context: int, length: int) -> int:

@@ -2,7 +2,7 @@
 
 A text's contexts are indexed as it grows, so a round reads only its new tokens, and a look-up takes the same
 time in a text of any length. A draft is the token that followed its context most often, the latest of equals;
-the next draft's context ends with it. The declared distribution is certain of the token (`certain`): so a
+the next draft's context ends with it. The declared distribution is certain of the token: so a
 draft is accepted with the probability that the target gives it, and a correction is another token. If
 drafts were drawn from the counts, the shipped target would accept one draft in a hundred more when sampling
 and one less when greedy (bench/ngram.py): too little for draws over the whole vocabulary.
@@ -12,12 +12,9 @@ would a prompt's text, unless it is greedy, and a restarted job would write othe
 """
 
 from collections.abc import Callable
-from itertools import takewhile
-
-import torch
 
 from llama_ssp.config import Drafting, SpeculationConfig
-from llama_ssp.speculative.drafters.local import Drafter, certain
+from llama_ssp.speculative.drafters.local import Drafter, Sampler
 from llama_ssp.speculative.state import Proposal, State
 
 
@@ -112,11 +109,10 @@ class NgramIndex:
 class NgramDrafter(Drafter):
     """Drafts from an index of each row's text. A row that is refilled has another text, and a new index."""
 
-    def __init__(self, shortest: int, longest: int, vocab: int, dtype: torch.dtype) -> None:
+    def __init__(self, shortest: int, longest: int, sampler: Sampler) -> None:
         self._shortest = shortest
         self._longest = longest
-        self._vocab = vocab
-        self._dtype = dtype
+        self._sampler = sampler
         self._indexes: dict[int, NgramIndex] = {}  # by row
 
     def start(self, rows: int, capacity: int) -> None:
@@ -127,7 +123,7 @@ class NgramDrafter(Drafter):
 
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         drafts = [self._drafts(row, state.texts[row], wanted) for row, wanted in enumerate(count)]
-        return certain(state, drafts, self._vocab, self._dtype)
+        return self._sampler.certain(state, drafts)
 
     def _drafts(self, row: int, text: list[int], wanted: int) -> list[int]:
         if wanted <= 0:
@@ -138,16 +134,15 @@ class NgramDrafter(Drafter):
             self._indexes[row] = index
         index.update()
 
-        # A prompt may have tokens that the target has no logits of.
-        return list(takewhile(lambda token: token < self._vocab, index.drafts(wanted)))
+        return index.drafts(wanted)
 
 
-def _ngram_drafter(spec: SpeculationConfig, vocab: int, dtype: torch.dtype) -> Drafter:
-    return NgramDrafter(spec.ngram_min, spec.ngram_max, vocab, dtype)
+def _ngram_drafter(spec: SpeculationConfig, sampler: Sampler) -> Drafter:
+    return NgramDrafter(spec.ngram_min, spec.ngram_max, sampler)
 
 
-# What drafts from the text alone, by the name of `speculation.drafter`: of the settings, the size of the
-# vocabulary, and the format of probabilities.
-TEXT_DRAFTERS: dict[Drafting, Callable[[SpeculationConfig, int, torch.dtype], Drafter]] = {
+# What drafts from the text alone, by the name of `speculation.drafter`: made of the settings and of what a
+# drafter needs of a run.
+TEXT_DRAFTERS: dict[Drafting, Callable[[SpeculationConfig, Sampler], Drafter]] = {
     Drafting.ngram: _ngram_drafter,
 }
