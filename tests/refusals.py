@@ -563,7 +563,7 @@ QUANTISED = [
     matrix("shape-lies", INT4, ".weight_shape", torch.tensor([2**40, 2**40]), "4 or 8 bits"),
     matrix("codes-of-three", GPTQ, ".qweight", torch.zeros(2, 4, 96).int(), "do not fit together", "too many values"),
     matrix("table", NF4, ".weight.quant_map", torch.rand(16), "nf4"),
-    hostile("state-shape", both(quantised(NF4), rewritten(WEIGHTS, b'"shape": [96, 64]', b'"shape": [96, 96]')), "U8", reach=LOADED),
+    hostile("state-shape", both(quantised(NF4), rewritten(WEIGHTS, b'"shape": [96, 64]', b'"shape": [96, 96]')), "the number of bytes", "found 3072", reach=LOADED),
     hostile("nested-block", both(quantised(NESTED), rewritten(WEIGHTS, b'"nested_blocksize": 256', b'"nested_blocksize":   0')), "nested_absmax; found (1,)", reach=LOADED),
     matrix("bytes-order", INT8, ".weight_format", torch.tensor(2, dtype=torch.uint8), "row after row"),
     matrix("codes-and-numbers", GPTQ, ".weight", torch.rand(96, 64), ".weight and .qweight"),
