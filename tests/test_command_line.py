@@ -279,7 +279,7 @@ tried() {
     hydra_bash_completion; echo "${COMPREPLY[*]}"
 }
 tried "llama-ssp plan 65B sampling=gre"
-tried "llama-ssp measure task.rep"
+tried "llama-ssp measure task.repe"
 """
     done = subprocess.run(
         ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path,
