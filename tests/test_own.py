@@ -29,7 +29,7 @@ from tests.warm import ROOT, Started, python
 
 PAGE = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
 SCRIPTS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-NAMES = ("drafter", "rule", "model")
+NAMES = ("drafter", "bigrams", "rule", "model")
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24}
 FP32 = {"model.dtype": "fp32", "engine": "eager"}
 
@@ -48,9 +48,15 @@ def test_the_page_s_drafter(tmp_path: Path) -> None:
     assert said is not None and int(said[1]) * 4 < int(said[2])
 
 
+@pytest.mark.slow
+def test_the_page_s_drafter_that_draws(tmp_path: Path) -> None:
+    said = re.fullmatch(r"(\d+) of (\d+) drafts accepted\n", run_script(1, tmp_path))
+    assert said is not None and int(said[2]) > 20
+
+
 @pytest.mark.long
 def test_the_page_s_rules(tmp_path: Path) -> None:
-    said = run_script(1, tmp_path)
+    said = run_script(2, tmp_path)
     assert "Half" in said and "Lenient" in said and said.count("drafts accepted") == 2
 
 
@@ -58,7 +64,7 @@ def test_the_page_s_rules(tmp_path: Path) -> None:
 def test_the_page_s_model(tmp_path: Path) -> None:
     """On random weights; tests/test_real.py runs it on the published ones."""
     folder = checkpoints.save(tmp_path / "random", initializer_range=0.4, max_position_embeddings=512)
-    assert "tokens as model.generate writes them" in run_script(2, tmp_path, folder)
+    assert "tokens as model.generate writes them" in run_script(3, tmp_path, folder)
 
 
 def test_the_page_has_a_script_for_each() -> None:
@@ -141,6 +147,11 @@ class UnknownToken(Repeat):
         return Proposal(sound.drafted_BK + 10**6, sound.draft_BKV, sound.count)
 
 
+class OtherRows(Repeat):
+    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
+        return self.sampler.certain(state, [])
+
+
 class NoDistribution(Repeat):
     def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
         sound = super().propose(state, count)
@@ -155,6 +166,7 @@ class NoDistribution(Repeat):
         (Nothing, "propose returns no Proposal; drafter Nothing; found list"),
         (OtherVocabulary, "probabilities are of another shape"),
         (UnknownToken, "a draft is no token of the target"),
+        (OtherRows, "another number of rows; found 0 lists"),
         (NoDistribution, "no distributions"),
         (lambda sampler: 3, "makes is no Drafter; found int"),
     ],
@@ -164,6 +176,41 @@ def test_a_proposal_that_cannot_be_fed_is_refused_and_the_pair_goes_on(drafter: 
         with pytest.raises(UsageError, match=says):
             pair.generate(["hello"], max_new_tokens=8, k=2, seed=1)
         assert pair.generate(["hello"], max_new_tokens=2, drafter="none", seed=1)[0].token_ids
+
+
+class OneChance(TokenRule):
+    """One chance for all drafts of a row, which torch would spread over them."""
+
+    def accept_chances(self, block: DraftBlock) -> Tensor:
+        return super().accept_chances(block)[:, :1]
+
+
+class Fractions(TokenRule):
+    def accepted(self, passed_BK: Tensor) -> Tensor:
+        return super().accepted(passed_BK).float()
+
+
+class NoCorrection(TokenRule):
+    name = "mine"
+
+    def correction_probs(self, block: DraftBlock, accepted_B: Tensor) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (
+            OneChance,
+            r"accept_chances returns another tensor; rule OneChance; found \(1, 1\).*allowed \(1, 3\)",
+        ),
+        (Fractions, r"accepted returns another tensor; .*float32.*whole numbers"),
+        (NoCorrection, "correction_probs returns another tensor; rule mine; found NoneType"),
+    ],
+)
+def test_a_rule_that_returns_another_tensor_is_refused(rule: type[Rule], says: str, pair: Pair) -> None:
+    with pytest.raises(UsageError, match=says):
+        pair.generate(["hello"], rule=rule, k=3, max_new_tokens=8, seed=1)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,6 @@ def test_a_loaded_model_with_ngrams(tmp_path: Path) -> None:
     plain.load_state_dict(module.state_dict())
     plain.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    said = run_script(2, tmp_path, tmp_path / "model")
+    said = run_script(3, tmp_path, tmp_path / "model")
     tokens, passes = map(int, re.findall(r"^(\d+) tokens .* in (\d+) passes$", said, re.M)[0])
     assert passes < tokens

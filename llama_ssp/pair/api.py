@@ -49,6 +49,7 @@ from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.report.console import Progress
 from llama_ssp.speculative.drafters.own import MakeDrafter
 from llama_ssp.speculative.logprobs import LogprobReader
+from llama_ssp.speculative.own_rule import GuardedRule
 from llama_ssp.speculative.state import Prompt
 from llama_ssp.speculative.verification import Rule
 from llama_ssp.text.logprobs import ScoredToken, TokenLogprob, are_damaged, spelled
@@ -464,10 +465,12 @@ class Pair:
         """Returns the rule that a script gives, as a class or an object. Raises UsageError for no rule."""
         if isinstance(given, type) and issubclass(given, Rule):
             if given not in self._rules:
-                self._rules[given] = given()
+                self._rules[given] = GuardedRule(given())
             return self._rules[given]
-        if given is None or isinstance(given, Rule):
-            return given
+        if given is None:
+            return None
+        if isinstance(given, Rule):
+            return GuardedRule(given)
         raise UsageError(
             "rule is no Rule",
             found=type(given).__name__,

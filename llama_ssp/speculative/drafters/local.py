@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llama_ssp.errors import UsageError
 from llama_ssp.models.passes import sent
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
@@ -82,6 +83,13 @@ class Sampler:
         max(p - q, 0) is p without x. A row is cut before the first token that the target has no logits of: a
         prompt may have such.
         """
+        if len(tokens) != state.rows:
+            raise UsageError(
+                "tokens were found for another number of rows",
+                found=f"{len(tokens)} lists",
+                allowed=f"{state.rows}, one for each row, which may be empty",
+                fix="give a list for each row",
+            )
         known = [[*takewhile(lambda token: 0 <= token < self.vocab, row)] for row in tokens]
         count = tuple(map(len, known))
         if not max(count):

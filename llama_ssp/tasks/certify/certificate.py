@@ -94,7 +94,6 @@ def certify(
         found = VERDICTS.index(verdict(examination.checks))
         (found,) = session.ranks.broadcast_ints([found])
 
-    name = decides.name if rule is None else type(decides).__name__
-    subject = f"{session.spec.name} ({name} verification, {run.speculation.k_in_words})"
+    subject = f"{session.spec.name} ({decides.name} verification, {run.speculation.k_in_words})"
     says = sentence(subject, examination.checks, false_alarm)
     return Certificate(VERDICTS[found], says, examination.checks)
