@@ -42,7 +42,7 @@ def test_a_run_says_the_tokens_of_its_rounds() -> None:
     assert of_run(run, Counts()) == []
 
 
-def test_a_plan_goes_by_what_a_run_has_accepted(command: Command) -> None:
+def test_a_plan_goes_by_what_a_run_has_accepted(command: Command, caplog: pytest.LogCaptureFixture) -> None:
     made = command(*WRITE, *PAIR, "sampling=plain", "speculation.k=3", "engine=eager").document
     (one,) = made["acceptance"]
     assert (one["drafter"], one["rule"], one["from"]) == ("demo_draft", "block", "run")
@@ -55,6 +55,9 @@ def test_a_plan_goes_by_what_a_run_has_accepted(command: Command) -> None:
         plan.document["workload"]["acceptance_from"] == made["run_folder"] and plan.document["best"]["k"] <= 3
     )
     assert f"acceptance as measured in {made['run_folder']}" in plan.out
+    assert "what is accepted was measured" not in caplog.text
+    command(*words, "sampling.temperature=0.5")
+    assert "what is accepted was measured with temperature=1.0, and this plan is of 0.5" in caplog.text
     assert command(*WRITE, "model=demo", "draft=none").document["acceptance"] == []
 
 

@@ -322,6 +322,18 @@ def test_control_texts_of_another_model_are_noticed(
     assert answer.document["replay"]["drawn_from_target"] is False
     assert "not this target's under these settings" in caplog.text and "demo_draft's" in caplog.text
     assert "NOT this target's" in answer.out
+    made = answer.document["run_folder"]
+    plan = command("task=plan", "model=demo", "draft=demo_draft", f"task.acceptance_from={made}")
+    assert plan.code == 3 and "not drawn from this target" in plan.errors[0]
+
+
+def test_a_run_s_texts_keep_the_settings_of_the_run(command: Command) -> None:
+    folder = written(command, "model=demo", "draft=none")["run_folder"]
+    answer = replay(command, folder, "model=demo", "task.drafts=[ngram]", "sampling.temperature=0.5")
+    assert answer.code == 3
+    assert "drawn by other settings" in answer.errors[0] and "temperature=0.5" in answer.errors[0]
+    same = replay(command, folder, "model=demo", "task.drafts=[ngram]", "sampling.temperature=1.0")
+    assert same.code == 0
 
 
 def test_control_texts_of_another_temperature_are_noticed(command: Command) -> None:

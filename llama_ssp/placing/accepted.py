@@ -2,6 +2,7 @@
 torch."""
 
 import json
+import logging
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from llama_ssp.config import RunConf, home_expanded
 from llama_ssp.errors import DataError
 from llama_ssp.speculative.draft_length import AcceptanceCurve
 from llama_ssp.text.prompts import reading
+
+log = logging.getLogger(__name__)
 
 KEY = "task.acceptance_from"
 SUMMARY = "summary.json"
@@ -27,7 +30,9 @@ def curve_of(run: RunConf, name: str, k: int | None) -> AcceptanceCurve:
         summary = json.loads(text)
         entries = list[dict[str, Any]](summary["acceptance"])
         known = {(entry["drafter"], entry["rule"]): entry["curve"] for entry in entries}
+        drawn_by = {(entry["drafter"], entry["rule"]): entry.get("sampling") or {} for entry in entries}
         target = summary["target"]
+        is_theirs = (summary.get("replay") or {}).get("drawn_from_target")
     except (ValueError, KeyError, TypeError, RecursionError):
         raise _useless(path, "a run that says nothing of drafts") from None
 
@@ -41,6 +46,17 @@ def curve_of(run: RunConf, name: str, k: int | None) -> AcceptanceCurve:
             allowed=f"{run.model.name}/{run.drafter_name} by the rule {rule}",
             fix="plan that pair, or measure this one: llama-ssp measure replay=TEXTS drafts=[NAME]",
         )
+    if is_theirs is False:
+        raise _useless(path, "texts that were not drawn from this target under these settings")
+    used = drawn_by[run.drafter_name, rule]
+    for setting, value in run.sampling.named.items():
+        if setting in used and used[setting] != value:
+            log.warning(
+                "what is accepted was measured with %s=%s, and this plan is of %s",
+                setting,
+                used[setting],
+                value,
+            )
     curve = AcceptanceCurve((1.0, *_tokens(known[run.drafter_name, rule], path)), name)
     if k is not None and k > curve.k_max:
         raise DataError(

@@ -210,15 +210,23 @@ def replayed(summary: Row) -> Items:
     return [*items, "", *_replay_notes(summary)]
 
 
+DOUBTFUL_ERRORS = 3.0  # standard errors that one of 400 sets of texts of the target exceeds
+
+
 def _replay_notes(summary: Row) -> Iterator[str]:
     """Yields the sentences below the tables of a replay."""
     about = summary["replay"]
-    whose = {
-        True: "their log-probability is that of texts of this target",
-        False: "they are NOT this target's under these settings, and neither are the figures",
-        None: "whose they are was not checked, as they give their log-probabilities",
-    }
-    origin = whose[about["drawn_from_target"]]
+    origin = "whose they are was not checked, as they give their log-probabilities"
+    if about["drawn_from_target"] is not None:
+        errors = (
+            f"their log-probability is {about['standard_errors']:+.1f} standard errors from what is expected"
+        )
+        if not about["drawn_from_target"]:
+            origin = f"they are NOT this target's under these settings, and neither are the figures: {errors}"
+        elif abs(about["standard_errors"]) > DOUBTFUL_ERRORS:
+            origin = f"they may be of another model or of other settings: {errors}"
+        else:
+            origin = f"no sign of another model: {errors}"
     yield f"{about['texts']} texts of {about['tokens']} tokens; {origin}; intervals are over texts"
     seconds = [f"{entry['drafter']} {entry['seconds']:.1f}" for entry in summary["acceptance"][::2]]
     yield f"seconds: target {about['seconds_of_target']:.1f}, {', '.join(seconds)}"

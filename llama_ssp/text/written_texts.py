@@ -139,11 +139,27 @@ def read_texts(run: RunConf) -> WrittenTexts:
     # What the command says holds for texts that do not say it themselves.
     given = RecordFacts(sampling=run.sampling if run.sampling.named else None)
     if path.is_dir():
-        return _of_folder(path, task.on_bad_row)
+        texts_of_run = _of_folder(path, task.on_bad_row)
+        _require_settings(run.sampling, texts_of_run.sampling, path)
+        return texts_of_run
     with opened(KEY, task.replay) as file:
         records = ((line.where, partial(parsed_object, line)) for line in lines_of(file, task.replay))
         texts, skipped, sampling = _all(records, given, task.on_bad_row)
     return WrittenTexts(texts=texts, skipped=skipped, sampling=sampling)
+
+
+def _require_settings(asked: SamplingConfig, used: SamplingConfig | None, path: Path) -> None:
+    """Raises DataError where the command line names other settings than the run that wrote the texts had."""
+    drawn = {} if used is None else asdict(used.controls)
+    for name, value in asked.named.items():
+        if name in drawn and drawn[name] != value:
+            raise DataError(
+                "the texts were drawn by other settings",
+                where=path,
+                found=f"sampling.{name}={value} on the command line",
+                allowed=f"{name} {drawn[name]}, as the run that wrote them had",
+                fix="leave the setting out, or write texts with it",
+            )
 
 
 def _of_folder(path: Path, policy: OnBadRow) -> WrittenTexts:
