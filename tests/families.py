@@ -193,6 +193,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-biased": ("gemma4-moe", {"attention_bias": True, "use_bidirectional_attention": "vision"}),
     "falcon-one-norm": ("falcon-gqa", {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 40}),
 }
+# Whose layers keep states: transformers' modules of these cannot be rolled back.
+HYBRIDS = [name for name, (family, _) in FAMILIES.items() if family_of(family).names.delta is not None]
 
 # Values that no architecture has by default, nor SIZES, under every name that architectures have for them.
 CHANGED: dict[str, Any] = {

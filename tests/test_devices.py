@@ -77,7 +77,9 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
 
 
 def model_on(device: str) -> Any:
-    return SimpleNamespace(device=torch.device(device), restart=None, context=64, vocab=8)
+    return SimpleNamespace(
+        device=torch.device(device), restart=None, context=64, vocab=8, dtype=torch.float32
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from llama_ssp.distributed.comm import ALONE
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.errors import ModelError
 from llama_ssp.models.decoder_model import DecoderModel
-from llama_ssp.models.families import FAMILIES as ROWS
 from llama_ssp.models.graph_sizes import rewinds_of
 from llama_ssp.models.kv_cache import has_states
 from llama_ssp.models.loader import load
@@ -34,7 +33,7 @@ from llama_ssp.speculative.state import Prompt
 from tests.conftest import Command
 from tests.distributed.threads import ranks_of
 from tests.families import (
-    FAMILIES,
+    HYBRIDS,
     VOCAB,
     build,
     decoder_of,
@@ -49,7 +48,6 @@ from tests.test_batch import launched
 from tests.test_families import ENDS, save
 from tests.test_journal import KILLED, Deadly, in_child
 
-HYBRIDS = [name for name, (family, _) in FAMILIES.items() if ROWS[family].names.delta is not None]
 PROMPTS = ragged_prompts(9, 2, 21, 1, 13)
 NEW, NEAR = 20, 1e-5
 

@@ -1,6 +1,6 @@
 """One dataclass for each Hydra group except the task, and the choices of their fields."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -393,6 +393,12 @@ class SamplingConfig:
     logit_bias: dict[int, float] = number(dict, -1e4, 1e4, "Added to logits, by token id, as in '{5: -2.0}'.")
     bad_tokens: list[int] = number(list, 0, MAX_INT, "Ids of tokens that are never generated.")
     min_new_tokens: int | None = number(None, 0, MAX_INT, "Tokens before an end token may come.")
+
+    @property
+    def effective(self) -> dict[str, Any]:
+        """Returns the settings that do something, whoever has set them."""
+        usual = asdict(Controls())
+        return {name: value for name, value in asdict(self.controls).items() if value != usual[name]}
 
     @property
     def named(self) -> dict[str, Any]:

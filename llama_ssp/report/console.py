@@ -135,7 +135,8 @@ class Progress:
         self._told = self._began  # when it was last drawn or logged
         cursor_moves = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
         is_wanted = (self._is_asked or log.isEnabledFor(logging.INFO)) and not _SHOWN
-        if is_wanted and ((_is_terminal() and cursor_moves) or rich_console(is_error=True).is_jupyter):
+        in_notebook = self._is_asked and rich_console(is_error=True).is_jupyter
+        if is_wanted and ((_is_terminal() and cursor_moves) or in_notebook):
             self._bars = _new_bars(self._ticks)
             # rich finds the bar's place by the width of the words before it, so they are made visible first.
             self._bar = self._bars.add_task(visible(self._what), total=self._total or None, words="")

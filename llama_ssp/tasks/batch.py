@@ -418,8 +418,9 @@ class BatchTask(Task[BatchConf]):
             spell=self._pair.tokens.spell,
             fields=self._task.fields,
         )
-        if not request.url and request.sampling != self._pair.run.sampling:
-            line["sampling"] = request.sampling.named  # else the answer does not say how it was drawn
+        is_whole = not request.url and not self._task.fields
+        if is_whole and request.sampling.controls != self._pair.run.sampling.controls:
+            line["sampling"] = request.sampling.effective  # else the answer does not say how it was drawn
         self._finish(attempt, request.index, line)
 
     def _keep_damaged(self, attempt: Attempt, request: Request) -> None:

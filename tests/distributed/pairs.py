@@ -66,9 +66,9 @@ class OverRanks:
     def __init__(self, target: Path, draft: Path, placement: PlacementConf, world: int) -> None:
         self.ranks, lock = ranks_of(world), threading.Lock()
 
-        def alone(load: Callable[..., Any], *args: Any) -> Any:
+        def alone(load: Callable[..., Any], *args: Any, **named: Any) -> Any:
             with lock:  # building modules is not for threads
-                return load(*args)
+                return load(*args, **named)
 
         jobs = [partial(opened, target, draft, placement, rank) for rank in self.ranks]
         loaders = {name: partial(alone, getattr(assembly, name)) for name in ("load", "load_head")}

@@ -72,6 +72,7 @@ def hybrid(
         head_dim=HEAD_DIM,
         scores=Scores(scale=HEAD_DIM**-0.5),
         rotary=None,
+        gated=True,
     )
     gated = Attention(
         qkv=dense(weights["qkv"]), output=dense(weights["o"]), heads=layout, norms=None, sink_H=None
