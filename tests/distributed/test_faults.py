@@ -198,6 +198,8 @@ def test_a_cause_before_the_ranks_have_met_is_said_once(
     own: dict[int, str], code: int, by: int, said: str, tmp_path: Path
 ):
     answers = Started(tmp_path, 2, *RUN, "out=null", fault=partial(fail_at_start, own)).finish()
+    if own.get(1) == FOLDER and answers[1].errors:  # a busy machine: rank 1 was first, and is the cause
+        code, by, said = 4, 1, NO_FOLDER
     assert [(answer.code, answer.out) for answer in answers] == [(code, "")] * 2, answers
     assert answers[by].err.startswith(f"error: {'rank 1: ' * by}{said}")
     assert len(answers[by].errors) == 1 and not answers[1 - by].errors
