@@ -183,6 +183,20 @@ def test_a_text_that_parts_from_the_one_before_it_begins_anew() -> None:
         assert (found - wanted).abs().max() <= NEAR * wanted.abs().max()
 
 
+def test_continuations_longer_than_the_ring_begin_their_context_anew() -> None:
+    """The next one finds no state after the context in the ring, and must not go on from the wrong place."""
+    engine = engine_of(model("qwen3_5"), None, sampling=GREEDY, rewinds=0)
+    contexts = [Prompt("a", (5, 9, 14, 3)), Prompt("b", (8, 2))]
+    wanted = [[tuple(range(4, 16)), (7, 6), (9,)], [(3, 4), tuple(range(20, 30)), (5, 5)]]
+    found = engine.score_continuations(contexts, wanted, LogprobReader(0))
+    for context, of_context, by_ids in zip(contexts, wanted, found, strict=True):
+        texts = [Prompt(str(n), (*context.token_ids, *ids)) for n, ids in enumerate(of_context)]
+        for ids, text in zip(of_context, texts, strict=True):
+            (scores,) = engine.score([text], LogprobReader(0))
+            alone = [token.logprob for token in scores[len(context.token_ids) :]]
+            assert [token.logprob for token in by_ids[ids]] == pytest.approx(alone, abs=1e-4)
+
+
 @pytest.mark.parametrize(("draft", "k"), [("n-grams", 4), ("itself", 3), ("attention", 2)])
 def test_log_probabilities_are_a_plain_pass_s(draft: str, k: int) -> None:
     name = "qwen3_5_moe"

@@ -185,6 +185,14 @@ class OneChance(TokenRule):
         return super().accept_chances(block)[:, :1]
 
 
+def test_a_rule_that_is_given_again_is_the_same_object(pair: Pair) -> None:
+    """Graphs are kept by it."""
+    own = OneChance()
+    assert pair.rule_of(own) is pair.rule_of(own)
+    assert pair.rule_of(own) is not pair.rule_of(OneChance())
+    assert pair.rule_of(OneChance) is pair.rule_of(OneChance)
+
+
 class Fractions(TokenRule):
     def accepted(self, passed_BK: Tensor) -> Tensor:
         return super().accepted(passed_BK).float()

@@ -146,7 +146,8 @@ class Pair:
         self._session = session
         self._ranks = session.ranks
         self._calls = calls
-        self._rules: dict[type[Rule], Rule] = {}  # one object for each class: graphs are kept by it
+        # A rule for each class or object that was given: graphs are kept by it.
+        self._rules: list[tuple[GivenRule, Rule]] = []
 
     def __repr__(self) -> str:
         """Says what is loaded where, in one line."""
@@ -463,14 +464,18 @@ class Pair:
 
     def rule_of(self, given: GivenRule | None) -> Rule | None:
         """Returns the rule that a script gives, as a class or an object. Raises UsageError for no rule."""
-        if isinstance(given, type) and issubclass(given, Rule):
-            if given not in self._rules:
-                self._rules[given] = GuardedRule(given())
-            return self._rules[given]
         if given is None:
             return None
-        if isinstance(given, Rule):
-            return GuardedRule(given)
+        for known, rule in self._rules:
+            if known is given:
+                return rule
+        own: object = given
+        if isinstance(given, type) and issubclass(given, Rule):
+            own = given()
+        if isinstance(own, Rule):
+            guarded = GuardedRule(own)
+            self._rules.append((given, guarded))
+            return guarded
         raise UsageError(
             "rule is no Rule",
             found=type(given).__name__,
