@@ -13,11 +13,11 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.attention import Places
+from llama_ssp.models.cache_layout import DeltaShape
 from llama_ssp.models.delta import EPSILON, DeltaNet, delta_rule
 from llama_ssp.models.graph_sizes import LAG, ring_of
 from llama_ssp.models.interface import Tally
 from llama_ssp.models.kv_cache import KVCache, growing, in_ring
-from llama_ssp.models.layout import DeltaShape
 from llama_ssp.models.linear import dense
 from llama_ssp.models.passes import RowSpan, all_rows
 

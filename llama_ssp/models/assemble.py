@@ -1,6 +1,6 @@
 """Builds a decoder from a checkpoint: reads, cuts and fuses each weight, one after the other.
 
-Which tensors there are, and which part of each a rank has, stands in layout.py.
+Which tensors there are stands in layout.py, and which part of each a rank has, in shares.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models.attention import Rotary, Scores
+from llama_ssp.models.cache_layout import cache_shapes
 from llama_ssp.models.decoder import (
     Attention,
     Block,
@@ -28,19 +29,12 @@ from llama_ssp.models.experts import Experts, Gate, GatedExperts, Layers, Routin
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.kernels.expert_stacks import Stack
-from llama_ssp.models.layout import (
-    BLOCK_NORMS,
-    Part,
-    TensorRow,
-    cache_shapes,
-    rows_of,
-    share_of,
-    tensors_on_disk,
-)
+from llama_ssp.models.layout import BLOCK_NORMS, Part, TensorRow, rows_of, tensors_on_disk
 from llama_ssp.models.linear import Concatenated, Embedding, Head, LayerFormat, Summed, dense
 from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.shape import BlockShape, Shape, rotary_parameters, shape_of
 from llama_ssp.models.sharding import Cut, length, vocab_share
+from llama_ssp.models.shares import share_of
 
 Pair = tuple[Tensor | Coded, Tensor | Coded]  # an expert's gate and up as one matrix (2F, H); down (H, F)
 ReadExperts = Callable[[str, bool], Iterator[Pair]]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llama_ssp.models.attention import Places, Rotary, Scores, rotate
+from llama_ssp.models.cache_layout import CacheShape
 from llama_ssp.models.kv_cache import Caches, LayerCache
-from llama_ssp.models.layout import CacheShape
 from llama_ssp.models.linear import Embedding, Head, Reduce
 from llama_ssp.models.shape import Growth
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.models import attention
+from llama_ssp.models.cache_layout import DeltaShape
 from llama_ssp.models.causal_lm import context_of
 from llama_ssp.models.decoder import Decoder
 from llama_ssp.models.families import family_of
 from llama_ssp.models.interface import Model, Tally
 from llama_ssp.models.kv_cache import Caches, KVCache
-from llama_ssp.models.layout import DeltaShape
 from llama_ssp.models.passes import Pass, sent
 from llama_ssp.models.quantization import scales_of
 from llama_ssp.models.shape import longrope_limit

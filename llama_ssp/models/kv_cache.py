@@ -35,10 +35,10 @@ from torch import Tensor
 
 from llama_ssp.errors import ModelError
 from llama_ssp.models.attention import Attend, Places, attend_rows
+from llama_ssp.models.cache_layout import CacheShape, DeltaShape
 from llama_ssp.models.graph_sizes import ring_of
 from llama_ssp.models.interface import Tally
 from llama_ssp.models.kernels import large_pages
-from llama_ssp.models.layout import CacheShape, DeltaShape
 from llama_ssp.models.passes import RowSpan, sent
 
 # Of one layer. Keys and values: (G, N, D) each; of a module's (rows, G, capacity, D). Or inputs of the

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from llama_ssp.config import Dtype, ModelConf
+from llama_ssp.models.cache_layout import STATES, TAILS, states
 from llama_ssp.models.families import Family
 from llama_ssp.models.formats.kept import EXPERT, Kept, products_of_mix
 from llama_ssp.models.graph_sizes import ring_of
@@ -18,19 +19,15 @@ from llama_ssp.models.layout import (
     BUFFERS,
     EXPERTS,
     QUANTISED,
-    STATES,
-    TAILS,
     BlockHeads,
     Part,
-    Share,
     Sizes,
     TensorRow,
     layout,
-    share_of,
     sizes_of_model,
-    states,
 )
 from llama_ssp.models.sharding import Heads, length, vocab_share
+from llama_ssp.models.shares import Share, share_of
 from llama_ssp.planner.storage import (
     AS_THEY_ARE,
     CPU,

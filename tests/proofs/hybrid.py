@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from llama_ssp.models.attention import Scores
+from llama_ssp.models.cache_layout import DeltaShape
 from llama_ssp.models.decoder import Attention, Block, Decoder, HeadLayout, Mlp
 from llama_ssp.models.decoder_model import DecoderModel
 from llama_ssp.models.delta import DeltaNet
-from llama_ssp.models.layout import DeltaShape
 from llama_ssp.models.linear import Embedding, Head, dense
 
 WIDTH, KEYS, VALUES, KEY_DIM, VALUE_DIM, KERNEL = 6, 1, 2, 3, 2, 3

@@ -15,6 +15,7 @@ from llama_ssp.distributed.comm import ALONE
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import Assembly
 from llama_ssp.models.attention import Scores
+from llama_ssp.models.cache_layout import cache_shapes
 from llama_ssp.models.decoder import HeadLayout
 from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import REFETCH
@@ -29,7 +30,7 @@ from llama_ssp.models.heads.settings import (
     HeadSettings,
     head_settings,
 )
-from llama_ssp.models.layout import HeadSizes, Part, cache_shapes, rows_of, tensors_on_disk
+from llama_ssp.models.layout import HeadSizes, Part, rows_of, tensors_on_disk
 from llama_ssp.models.linear import Embedding, Kernels, LayerFormat
 from llama_ssp.models.loader import differences, opened, require_complete
 from llama_ssp.models.model_config import require_supported

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import attention
+from llama_ssp.models.cache_layout import CacheShape
 from llama_ssp.models.graph_sizes import WIDEST
 from llama_ssp.models.heads.layers import Assistant, DFlash, Eagle3
 from llama_ssp.models.heads.settings import DFlashSettings, HeadSettings
@@ -16,7 +17,6 @@ from llama_ssp.models.interface import Loaded, Tally
 from llama_ssp.models.kernels import attention as attention_kernel
 from llama_ssp.models.kernels.build import complaint
 from llama_ssp.models.kv_cache import Caches, KVCache
-from llama_ssp.models.layout import CacheShape
 from llama_ssp.models.passes import Pass, RowSpan, all_rows
 from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile
 from llama_ssp.models.quantization import scales_of
