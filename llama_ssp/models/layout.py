@@ -1,8 +1,8 @@
 """Every tensor of a model, a row each: its name on disk, its sizes, and how ranks share it. No torch.
 
 The loader reads its rank's share of the rows (shares.py), and the planner sums their bytes: both take sizes
-from here. A layer with other tensors has other rows (`_attention`, `_delta`, `_mlp`, `_experts`). What a cache
-keeps of a layer stands in cache_layout.py.
+from here. A layer with other tensors has other rows (`_attention`, `_delta`, `_mlp`, `_experts`). What a
+cache keeps of a layer stands in cache_layout.py.
 
     outputs x inputs                                  on disk; a vector has outputs alone
     qkv      (heads + 2 KV heads) * head_dim x dim    split by heads
