@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from llama_ssp.config import Dtype
 from llama_ssp.tasks.arithmetic import questions
@@ -283,7 +284,7 @@ ARGUMENTS = [
     ({"pretrained": "demo", "trust_remote_code": True}, "trust_remote_code is an argument of the class hf"),
     ({"pretrained": "demo", "parallelize": True}, "leave it out: torchrun --nproc-per-node N"),
     ({"pretrained": "demo", "load_in_4bit": True}, "write dtype=nf4"),
-    ({"pretrained": "demo", "tokenizer": "gpt2"}, "the tokenizer is not the model's own"),
+    ({"pretrained": "demo", "tokenizer": "gpt2"}, "the tokenizer is no folder; tokenizer; found gpt2"),
     ({"pretrained": "demo", "batch_size": "many"}, "batch_size is not a number; found 'many'"),
     ({"pretrained": "demo", "max_length": "long"}, "max_length is not a whole number; found 'long'"),
     ({"pretrained": "demo", "enable_thinking": True}, "needs to know where an answer begins"),
@@ -378,6 +379,25 @@ def test_arguments_reach_the_template(chatting: Chatting, tmp_path: Path) -> Non
     assert plain.apply_chat_template(HISTORY[:1]) == f"{chatting.asked}<think></think>"
     with pytest.raises(RunError, match="a score of given texts has no thought in it"):
         thinking.loglikelihood(requests("loglikelihood", CHOICES[0]))
+
+
+def test_a_tokenizer_of_another_folder(chatting: Chatting, tmp_path: Path) -> None:
+    """Its words for the same ids are another's."""
+    from llama_ssp.tasks.harness import HarnessModel
+
+    other = json.loads(chatting.made.to_str())
+    ids = other["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    checkpoints.write_tokenizer(tmp_path / "other", Tokenizer.from_str(json.dumps(other)))
+    lm = HarnessModel(str(chatting.folder), max_length=128, tokenizer=str(tmp_path / "other"))
+    assert lm.tok_encode("a") == chatting.lm.tok_encode("b") != lm.tok_encode("b")
+
+
+def test_a_character_that_the_limit_cuts_is_shown(chatting: Chatting) -> None:
+    """As U+FFFD, and only where the text ends in it."""
+    (first, *_) = chatting.lm.tok_encode("\N{EURO SIGN}", add_special_tokens=False)  # one byte of three
+    assert chatting.lm._answer("ab", [*chatting.lm.tok_encode("ab", False), first], []) == "ab\ufffd"
+    assert chatting.lm._answer("ab", chatting.lm.tok_encode("ab", False), []) == "ab"
 
 
 def test_a_thought_is_taken_from_an_answer(chatting: Chatting) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from llama_ssp.config.environment import rank_environment
 from llama_ssp.distributed.comm import broadcast_json
 from llama_ssp.errors import DataError, UsageError
 from llama_ssp.models.checkpoint import complete, dtype_on_disk
+from llama_ssp.pair.given import OWN
 from llama_ssp.pair.results import ScoredText
 from llama_ssp.placing.pairs import pair_specs
 from llama_ssp.placing.prediction import predict
@@ -35,6 +37,7 @@ log = logging.getLogger("lm_eval.models.llama_ssp")
 USUAL_LENGTH = 4096  # tokens of the texts in the memory check, unless max_length says otherwise
 AUTO_ROWS = 64  # the most that batch_size=auto takes, as in the harness's own class
 SCORED_AT_ONCE = 16  # batches between two steps of the progress bar
+CUT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for a part of a character
 SEEDS = 2**31  # torch's seed is larger if nobody has set it
 # Settings of a request that are ours by the same name; others must have the value that changes nothing.
 CONTROLS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -121,13 +124,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """
         super().__init__()
         target = _only("pretrained", pretrained, model)
-        if tokenizer not in (None, target):
+        if tokenizer not in (None, target) and not Path(tokenizer).is_dir():
             raise UsageError(
-                "the tokenizer is not the model's own",
+                "the tokenizer is no folder",
                 where="tokenizer",
                 found=tokenizer,
-                allowed=target,
-                fix="put its tokenizer.json and tokenizer_config.json next to the weights",
+                allowed="a folder with tokenizer.json and tokenizer_config.json",
+                fix="leave it out for the model's own, or name such a folder",
             )
         if enable_thinking and think_end_token is None:
             raise UsageError(
@@ -156,7 +159,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         checked = length if max_length else min(length, USUAL_LENGTH)
         rows = _rows(batch_size, max_batch_size, [target, draft, words], checked)
 
-        self._pair = load_pair(target, draft, batch_size=rows, max_tokens=checked, overrides=words)
+        self._pair = load_pair(
+            target,
+            draft,
+            tokenizer=OWN if tokenizer in (None, target) else Path(tokenizer),
+            batch_size=rows,
+            max_tokens=checked,
+            overrides=words,
+        )
         self._session = self._pair.session
         self._tokens = self._session.tokens
         self._add_bos = add_bos_token
@@ -252,7 +262,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 bar.update(1)
 
     def _answer(self, text: str, token_ids: list[int], stops: list[str]) -> str:
-        """Returns the text without what the model thought before it, where think_end_token says its end."""
+        """Returns the text without what the model thought before it, where think_end_token says its end.
+
+        A character that the limit has cut stays as U+FFFD, as by the class `hf`.
+        """
+        if self._tokens.decode(token_ids) == f"{text}{CUT}":
+            text += CUT
         end = self._end_of_thought
         if isinstance(end, int) and end in token_ids:
             after = token_ids[len(token_ids) - token_ids[::-1].index(end) :]
