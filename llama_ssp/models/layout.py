@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from llama_ssp.config import ModelConf
 from llama_ssp.models.families import Family, family_of, full_layers
@@ -212,12 +212,12 @@ class Sizes:
     linear: tuple[int, ...] = ()  # the blocks whose attention is linear, and keeps a state
     full: BlockHeads | None = None  # of blocks that see the whole text, where their heads differ from others
 
-    @property
+    @cached_property
     def attending(self) -> tuple[int, ...]:
         """Returns the blocks whose attention keeps keys and values."""
         return tuple(block for block in range(self.n_layers) if block not in self.linear)
 
-    @property
+    @cached_property
     def heads(self) -> tuple[BlockHeads, ...]:
         """Returns the kinds of heads: those of most blocks, and those of `full`."""
         others = () if self.full is None else self.full.blocks

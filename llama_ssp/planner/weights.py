@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from llama_ssp.config import Dtype, ModelConf
 from llama_ssp.models.cache_layout import STATES, TAILS, states
@@ -159,7 +159,7 @@ class ModelPart:
             return self.vocab
         return length(vocab_share(self.sizes.vocab, self.world, 0))
 
-    @property
+    @cached_property
     def heads(self) -> list[PartHeads]:
         """Returns the rank's heads: those of most layers, and of layers that have others."""
         return [
