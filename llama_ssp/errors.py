@@ -69,6 +69,10 @@ class DistributedError(RunError):
     code = DISTRIBUTED
 
 
+class MemoryFull(DistributedError):
+    """The memory of the host or of a GPU does not hold what is asked for."""
+
+
 class LostPeer(DistributedError):
     """Another rank has ended, is stuck, or cannot be reached: the cause is there, not here."""
 
@@ -123,10 +127,10 @@ def machine_error(error: BaseException, where: object = "") -> DistributedError 
     found = first_line(error)
     if lacks_gpu_memory(error):
         fix = "ask for less: a smaller batch, prompt or model; or use more ranks (task=plan says how many)"
-        return DistributedError("the GPU's memory is full", where=where, found=found, fix=fix)
+        return MemoryFull("the GPU's memory is full", where=where, found=found, fix=fix)
     if lacks_memory(error):  # of any library
         fix = "free some, raise its limit (ulimit -v), or ask for less: a smaller model, batch or prompt"
-        return DistributedError("memory is short", where=where, found=found, fix=fix)
+        return MemoryFull("memory is short", where=where, found=found, fix=fix)
     if is_gpu_error(error):
         fix = "check the GPU (nvidia-smi, dmesg); CUDA_LAUNCH_BLOCKING=1 shows which operation failed"
         return DistributedError("the GPU has failed", where=where, found=found, fix=fix)

@@ -41,7 +41,7 @@ from llama_ssp import (
 from llama_ssp.config import ChatConf, GenerateConf, Verification
 from llama_ssp.config.compose import composed
 from llama_ssp.config.settings import NAMES
-from llama_ssp.errors import UsageError
+from llama_ssp.errors import MemoryFull, UsageError
 from llama_ssp.models.host_memory import process_bytes
 from llama_ssp.pair import placements
 from llama_ssp.pair.token_prompts import usable
@@ -621,6 +621,35 @@ def test_progress_is_shown_where_it_is_asked_for(tiny: Pair, monkeypatch: pytest
         monkeypatch.setattr(console.rich_console(is_error=True), "is_jupyter", is_notebook)
         tiny.generate(PROMPTS, max_new_tokens=2, seed=1, progress=asked)
         assert [done for _, done in shown][-1:] == ([count] if count else []), (is_terminal, is_notebook)
+
+
+def test_loading_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = list[str]()
+    begun = Bars.add_task
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(console, "_is_terminal", lambda: True)
+    monkeypatch.setattr(
+        Bars, "add_task", lambda bars, what, **how: (shown.append(what), begun(bars, what, **how))[1]
+    )
+    load_pair("demo", draft="demo_draft").close()
+    assert not shown
+
+    load_pair("demo", draft="demo_draft", progress=True).close()
+    assert [any(role in name for name in shown) for role in ("model", "draft")] == [True, True], shown
+
+
+def test_an_error_of_full_memory_names_the_pairs_that_are_open() -> None:
+    full = {"max_tokens": 64, "overrides": ["cluster.gib=0.001"]}
+    held = load_pair("tiny", draft="tiny_draft", batch_size=7)
+    words = repr(held)  # no other pair has 7 rows
+    with pytest.raises(MemoryFull, match="do not fit") as error:
+        load_pair("tiny", draft="tiny_draft", **full)
+    assert "close what this script still holds" in str(error.value) and words in str(error.value)
+
+    held.close()
+    with pytest.raises(MemoryFull, match="do not fit") as error:
+        load_pair("tiny", draft="tiny_draft", **full)
+    assert words not in str(error.value)
 
 
 def test_overrides_may_be_a_mapping() -> None:

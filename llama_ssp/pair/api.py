@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, Unpack
+from weakref import WeakSet
 
 from llama_ssp.config import Bridging, ChatConf, GenerateConf, RunConf, SamplingConfig
 from llama_ssp.config import validation as checks
@@ -25,7 +26,7 @@ from llama_ssp.config.compose import composed, pair_words
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.config.schema import MAX_SEED
 from llama_ssp.config.settings import NAMES, Settings, SettingsByName, unknown_name
-from llama_ssp.errors import RunError, UsageError
+from llama_ssp.errors import MemoryFull, RunError, UsageError
 from llama_ssp.models.devices import device_of
 from llama_ssp.pair.call_threads import CallThreads
 from llama_ssp.pair.calls import Calls
@@ -46,7 +47,7 @@ from llama_ssp.pair.script_prompts import (
 from llama_ssp.pair.session import PairSession, first_cause, ranks_of
 from llama_ssp.placing.pairs import pair_specs, require_own_ranks
 from llama_ssp.planner.workload import DRAFT, TARGET
-from llama_ssp.report.console import Progress
+from llama_ssp.report.console import Progress, showing_progress
 from llama_ssp.speculative.drafters.own import MakeDrafter
 from llama_ssp.speculative.logprobs import LogprobReader
 from llama_ssp.speculative.own_rule import GuardedRule
@@ -62,11 +63,13 @@ OF_PAIRS = {"task.batch_size", "task.prefill_chunk", "task.ignore_eos", "task.sp
 OF_COMMANDS = ("hydra", "output", "out", "cluster.scheduler", "cluster.groups", "cluster.slurm")
 
 GivenRule = Rule | type[Rule]
+_PAIRS = WeakSet["Pair"]()  # all of this process
 
 
 def load_pair(
     model: Any, draft: Any = None, *, tokenizer: Any = OWN, drafter: MakeDrafter | None = None,
     batch_size: int = 1, max_tokens: int = USUAL_TOKENS, overrides: Sequence[str] | Mapping[str, Any] = (),
+    progress: bool = False,
 ) -> Pair:  # fmt: skip
     """Loads a target and a draft, after checking that they fit.
 
@@ -79,7 +82,8 @@ def load_pair(
     be given. With None, prompts are token ids, and texts are empty.
 
     The memory check is for `batch_size` texts of `max_tokens` tokens each. `overrides` are those of the
-    command line: "placement=own", "model.dtype=int8", "download=true", or a mapping of them.
+    command line: "placement=own", "model.dtype=int8", "download=true", or a mapping of them. `progress` shows
+    a bar while weights are read and steps compiled, on a terminal and in a notebook.
 
     Raises UsageError, ModelError or DistributedError.
     """
@@ -97,12 +101,27 @@ def load_pair(
 
     device = device_of(run.placement.target_device, "placement.target_device")
     calls = Calls(device, CallThreads(device.type == "cpu" and world == 1))
-    with calls.computing():
+    with calls.computing(), showing_progress(progress):
         spec = pair_specs(run, [], world)[0]
         ranks = ranks_of(run)
         with first_cause(ranks):
             ranks.require_same("arguments of load_pair", "\n".join(words))
-            return Pair(PairSession(spec, ranks, given).load(task.batch_size, max_tokens), calls)
+            with _naming_open_pairs():
+                session = PairSession(spec, ranks, given).load(task.batch_size, max_tokens)
+            return Pair(session, calls)
+
+
+@contextmanager
+def _naming_open_pairs() -> Iterator[None]:
+    """Adds to an error of full memory which pairs this script still holds."""
+    try:
+        yield
+    except MemoryFull as error:
+        held = [repr(pair) for pair in _PAIRS if pair.session.is_loaded]
+        if not held:
+            raise
+        fix = f"or close what this script still holds, by its close(): {', '.join(held)}"
+        raise MemoryFull(str(error), fix=fix) from error
 
 
 def _drafter_words(drafter: MakeDrafter | None, draft: Any) -> list[str]:
@@ -148,6 +167,7 @@ class Pair:
         self._calls = calls
         # A rule for each class or object that was given: graphs are kept by it.
         self._rules: list[tuple[GivenRule, Rule]] = []
+        _PAIRS.add(self)
 
     def __repr__(self) -> str:
         """Says what is loaded where, in one line."""
@@ -205,10 +225,10 @@ class Pair:
         given = given_prompts(prompts, messages)
         text_run, seeds, run = self._begun(given, settings, changes, rule)
         done = dict[int, Completion]()
-        shown = Progress("generate", len(given), "texts", is_asked=True) if progress else None
+        shown = Progress("generate", len(given), "texts") if progress else None
         rounds = self._rounds(text_run)
         try:
-            with self._calls.held(), shown or nullcontext():
+            with self._calls.held(), showing_progress(progress), shown or nullcontext():
                 for step in rounds:
                     for row in step.rows:
                         reply = text_run.replies[row.row]

@@ -194,7 +194,7 @@ def tokens_of(placements: Placements, given: Given = NOTHING) -> Tokens:
 def require_loadable(
     spec: PairSpec, placements: Placements, ranks: Ranks, rows: int, slots: int, caches: tuple[int, int]
 ) -> tuple[Placements, Prediction | None]:
-    """Returns the plan's prediction, if the run can be planned. Raises DistributedError if it does not fit.
+    """Returns the plan's prediction, if the run can be planned. Raises MemoryFull if it does not fit.
 
     `caches` says how many KV caches of the target and of the draft there are at once. All ranks call it. With
     placement=layers the target of the placements that are returned knows what its weights have to leave free.

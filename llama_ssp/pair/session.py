@@ -23,7 +23,7 @@ import torch
 from llama_ssp.config import USUAL_CHUNK, USUAL_ROWS, Drafting, LogprobsOf, OnBadRow, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.process_group import open_ranks
-from llama_ssp.errors import DataError, DistributedError, UsageError, first_line, lacks_gpu_memory
+from llama_ssp.errors import DataError, MemoryFull, UsageError, first_line, lacks_gpu_memory
 from llama_ssp.models.devices import device_of, usage_of
 from llama_ssp.pair.assembly import COMPILED, ModelCache, RankModels, engine_for, prepare, prepare_anew
 from llama_ssp.pair.given import NOTHING, Given
@@ -122,7 +122,7 @@ class PairSession:
         return usable
 
     def check(self, rows: int, max_tokens: int, caches: tuple[int, int] = (1, 1)) -> None:
-        """Plans what `open` will load; raises DistributedError if it does not fit. Arguments: see `load`."""
+        """Plans what `open` will load; raises MemoryFull if it does not fit. Arguments: see `load`."""
         self.rows = rows
         self._slots = min(max_tokens, self.run.model.context)
         self.placements, self._prediction = require_loadable(
@@ -227,7 +227,7 @@ class PairSession:
             engine = self.engine(0, end_ids=frozenset())
             self.costs = measured(engine, run, self.rows, slots, self.ranks, prompts)
 
-    def full_gpu(self, error: BaseException) -> DistributedError | None:
+    def full_gpu(self, error: BaseException) -> MemoryFull | None:
         """Returns the error of a full GPU, with the plan, what is held and a fix; None for another error."""
         full = next((one for one in (error, error.__cause__) if one and lacks_gpu_memory(one)), None)
         if full is None or self._prediction is None:
@@ -246,7 +246,7 @@ class PairSession:
         planned, fix = fitting(self._prediction, self.ranks.rank, available, needed)
         words = ", ".join(f"{name} {size / GIB:.2f}" for name, size in held.items() if size)
         where = f"planned {planned / GIB:.2f} GiB, held {words}"
-        return DistributedError("the GPU's memory is full", where=where, found=first_line(full), fix=fix)
+        return MemoryFull("the GPU's memory is full", where=where, found=first_line(full), fix=fix)
 
     def engine(
         self, seed: int, run: RunConf | None = None, end_ids: Ends | None = None, rule: Rule | None = None

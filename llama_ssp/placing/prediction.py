@@ -11,7 +11,7 @@ from typing import Any
 
 from llama_ssp.config import MOST_ROWS, RunConf, Splitting
 from llama_ssp.distributed.placement import Placement
-from llama_ssp.errors import DistributedError, UsageError
+from llama_ssp.errors import MemoryFull, UsageError
 from llama_ssp.models.sharding import is_planned
 from llama_ssp.placing.request import USUAL, Known, request_of
 from llama_ssp.planner.advice import advice
@@ -118,7 +118,7 @@ def require_fit(prediction: Prediction | None, enforce: bool) -> None:
     if chosen.verdict is FitVerdict.uncertain or not enforce:
         log.warning("it may not fit: %s: %s needed of %s", where, needed, there)
         return
-    raise DistributedError(
+    raise MemoryFull(
         "the models do not fit",
         where=where,
         found=f"{needed} needed",
@@ -141,7 +141,7 @@ def require_host(prediction: Prediction, ranks: int, free: int) -> None:
     if place.draft_apart:
         needed += 3 * PROB_BYTES * request.work.rows * prediction.option.k * request.target.model.vocab
     if needed > free:
-        raise DistributedError(
+        raise MemoryFull(
             "the memory of the host is short",
             where=f"{ranks} ranks",
             found=f"{needed / GIB:.1f} GiB needed",

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.placement import LEADER, Placement
-from llama_ssp.errors import DistributedError
+from llama_ssp.errors import MemoryFull
 from llama_ssp.models.layout import EMBEDDING, EXPERTS, HEAD, LAYERS, POSITIONS
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.memory import PROBS, Compiled, RankWork, rank_work, segments, tensor_lines
@@ -46,7 +47,7 @@ class RankMemory:
     lines: tuple[MemoryLine, ...]
     capacity: int
 
-    @property
+    @cached_property
     def total(self) -> int:
         return sum(line.bytes for line in self.lines)
 
@@ -204,7 +205,7 @@ def require_capacity(
     usable = int(capacity * (1 - reserve))
     if needed > usable:
         smaller = "take a smaller model, a smaller dtype (model.dtype=int8), fewer rows (task.batch_size)"
-        raise DistributedError(
+        raise MemoryFull(
             f"the models do not fit on {device}",
             where="; ".join(words),
             found=f"{needed / GIB:.1f} GiB needed",

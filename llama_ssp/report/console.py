@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TextIO
 
 from rich.console import RenderableType
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 # What tells a terminal how to write what follows.
 DIM = "\x1b[2m"
 USUAL = "\x1b[0m"
+
+_PROGRESS_IS_ASKED = ContextVar("progress is asked for", default=False)
 
 Item = Table | RenderableType
 """What a task shows: tables, lines of text, and what else rich can draw."""
@@ -101,8 +104,7 @@ class Progress:
 
     `what` is done in `units`, `total` of them; 0 if that is unknown. With "bytes" the counts are shown in kB,
     MB or GB. Without `ends_in_log` a log has no line at the end. With `ticks` a thread shows the time that
-    goes by: it must not run where something is timed. What `is_asked` for is drawn whatever the log has, in a
-    notebook, too.
+    goes by: it must not run where something is timed. See also `showing_progress`.
     """
 
     LOG_EVERY_S = 15.0
@@ -118,14 +120,12 @@ class Progress:
         units: str,
         ends_in_log: bool = True,
         ticks: bool = False,
-        is_asked: bool = False,
     ) -> None:
         self._what = what
         self._total = total
         self._units = units
         self._ends_in_log = ends_in_log
         self._ticks = ticks
-        self._is_asked = is_asked
         self._done = 0
         self._before = 0  # how many of these earlier processes have done
         self._bars: Bars | None = None  # None: it is said in the log
@@ -134,8 +134,9 @@ class Progress:
         self._began = time.perf_counter()
         self._told = self._began  # when it was last drawn or logged
         cursor_moves = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-        is_wanted = (self._is_asked or log.isEnabledFor(logging.INFO)) and not _SHOWN
-        in_notebook = self._is_asked and rich_console(is_error=True).is_jupyter
+        is_asked = _PROGRESS_IS_ASKED.get()
+        is_wanted = (is_asked or log.isEnabledFor(logging.INFO)) and not _SHOWN
+        in_notebook = is_asked and rich_console(is_error=True).is_jupyter
         if is_wanted and ((_is_terminal() and cursor_moves) or in_notebook):
             self._bars = _new_bars(self._ticks)
             # rich finds the bar's place by the width of the words before it, so they are made visible first.
@@ -178,6 +179,16 @@ class Progress:
         if self._units == "bytes":
             return f"{decimal(self._done)} of {decimal(self._total)}, {decimal(int(rate))}/s, {seconds}"
         return f"{self._done} of {self._total} {self._units}, {rate:.1f}/s, {seconds}"
+
+
+@contextmanager
+def showing_progress(is_asked: bool) -> Iterator[None]:
+    """If it `is_asked` for, draws what begins inside, whatever the log has; in a notebook, too."""
+    before = _PROGRESS_IS_ASKED.set(is_asked)
+    try:
+        yield
+    finally:
+        _PROGRESS_IS_ASKED.reset(before)
 
 
 def _new_bars(ticks: bool) -> Bars:

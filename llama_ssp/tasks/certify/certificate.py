@@ -10,7 +10,7 @@ from llama_ssp.config.settings import Settings
 from llama_ssp.errors import UsageError
 from llama_ssp.pair.api import GivenRule, Pair
 from llama_ssp.pair.script_prompts import Prompts, given_prompts, read
-from llama_ssp.report.console import Progress
+from llama_ssp.report.console import Progress, showing_progress
 from llama_ssp.speculative.verification import RULES
 from llama_ssp.tasks.certify.examination import Examination
 from llama_ssp.tasks.certify.verdict import DIFFERENT, INCONCLUSIVE, SAME, Check, sentence, verdict
@@ -88,7 +88,7 @@ def certify(
         examination = Examination(
             pair=session, run=run, task=task, texts=texts, seed=run.seed or 0, rule=decides
         )
-        with Progress("certify", examination.total, "texts", is_asked=progress) as shown:
+        with showing_progress(progress), Progress("certify", examination.total, "texts") as shown:
             examination.advance = shown.advance
             examination.examine()
         found = VERDICTS.index(verdict(examination.checks))
