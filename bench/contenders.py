@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,7 @@ from llama_ssp.config import Drafting, GenerateConf, ModelConf, RunConf
 from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.distributed.placement import resolve
 from llama_ssp.models.passes import Pass, all_rows
+from llama_ssp.pair.given import NOTHING, Given
 from llama_ssp.pair.run import Run, RunSettings
 from llama_ssp.pair.session import PairSession, regular
 from llama_ssp.placing.decision import as_asked
@@ -48,11 +50,19 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def opened(run: RunConf, slots: int, ranks: Ranks = ALONE) -> PairSession:
-    """The run's pair, ready for `generate`; its tokenizer has bytes for tokens."""
+def opened(
+    run: RunConf, slots: int, ranks: Ranks = ALONE, rows: int = 1,
+    folders: tuple[Path | None, Path | None] = (None, None),
+) -> PairSession:  # fmt: skip
+    """The run's pair, ready for `generate`; its tokenizer has bytes for tokens.
+
+    `folders`: of target and draft, where they are not synthetic; then there is no tokenizer.
+    """
     run = replace(run, task=GenerateConf())
     placement = resolve(run.placement, ranks.world, run.draft is not None)
-    return PairSession(PairSpec(run, None, None, as_asked(run, placement)), ranks).load(1, slots)
+    spec = PairSpec(run, folders[0], folders[1], as_asked(run, placement))
+    given = NOTHING if folders[0] is None else Given(tokenizer=None)
+    return PairSession(spec, ranks, given).load(rows, slots)
 
 
 def by_us(
@@ -116,24 +126,27 @@ def by_transformers(target: Any, draft: Any | None, how: str, new: int, seed: in
 
 def rounds(
     opened: PairSession, ks: list[int], clock: Callable[[], float] = time.perf_counter,
-    turns: int = 25,
+    turns: int = 25, rows: int = 1,
 ) -> list[list[str]]:  # fmt: skip
-    """A round against its parts: K steps of the draft's module and one of the target's, timed in turn.
+    """A round against its parts: K steps of the draft, or its head, and one of the target, timed in turn.
 
-    Parts are the models' steps alone, after a text of the same length: no probabilities, no sampling, no
+    Parts are the models' steps alone, after texts of the same length: no probabilities, no sampling, no
     tokens. The median of the turns counts.
     """
     pair = opened.models
-    assert pair.target is not None and pair.draft is not None
+    assert pair.target is not None
     lines = [["K", "draft step, ms", "target step, ms", "round, ms", "round over its parts"]]
     for k in ks:
         run_k = replace(opened.run, speculation=replace(opened.run.speculation, k=k))
         engine = opened.engine(0, run_k, frozenset())
         room = 2 * turns + 2 * k
-        state = engine.prefill([Prompt("round", tuple(range(100, 100 + LENGTH)))], room)
-        draft, target = (
-            behind(model, LENGTH + room, width) for model, width in ((pair.draft, 1), (pair.target, k + 1))
-        )
+        text = tuple(range(100, 100 + LENGTH))
+        state = engine.prefill([Prompt(f"round {row}", text) for row in range(rows)], room)
+        target = behind(pair.target, LENGTH + room, k + 1, rows)
+        if pair.head is not None:
+            draft = behind_head(pair.head, pair.target, LENGTH + room, rows)
+        else:
+            draft = behind(pair.draft, LENGTH + room, 1, rows)
         works = {
             "draft": lambda step=draft, s=state: step(s.lengths[0]),
             "target": lambda step=target, s=state: step(s.lengths[0]),
@@ -170,16 +183,41 @@ def alone(model: Any, length: int, width: int) -> Callable[[], object]:
     return lambda: step(length)
 
 
-def behind(model: Any, longest: int, width: int) -> Callable[[int], object]:
-    """The same after a text of any length up to the longest."""
-    cache = model.new_cache(1, longest + width)
-    text = torch.zeros(1, longest, dtype=torch.int64, device=model.device)
-    prompt = Pass(spans=all_rows([0], [longest]), device=model.device, last_only=True)
-    model.logits(text, prompt, cache)
+def behind(model: Any, longest: int, width: int, rows: int = 1) -> Callable[[int], object]:
+    """The same of each row, after texts of any length up to the longest.
+
+    A model with states goes on from where it was: a first call at a length also reads what is before it.
+    """
+    cache = model.new_cache(rows, longest + width, width)
+    text = torch.zeros(rows, longest, dtype=torch.int64, device=model.device)
+    read = min(LENGTH, longest) if getattr(model, "has_states", False) else longest
+
+    def feed(start: int, count: int, last_only: bool = False) -> object:
+        spans = all_rows([start] * rows, [count] * rows)
+        pass_ = Pass(spans=spans, device=model.device, last_only=last_only)
+        return model.logits(text[:, :count], pass_, cache)
 
     def step(length: int) -> object:
-        pass_ = Pass(spans=all_rows([length], [width]), device=model.device)
-        return model.logits(text[:, :width], pass_, cache)
+        nonlocal read
+        if length > read:
+            feed(read, length - read, last_only=True)
+        read = max(read, length + width)
+        return feed(length, width)
+
+    feed(0, read, last_only=True)
+    return step
+
+
+def behind_head(head: Any, target: Any, longest: int, rows: int) -> Callable[[int], object]:
+    """A step of a head that reads the target's cache, after texts of any length up to the longest."""
+    cache = target.new_cache(rows, longest + 1)
+    text = torch.zeros(rows, longest, dtype=torch.int64, device=target.device)
+    prompt = Pass(spans=all_rows([0] * rows, [longest] * rows), device=target.device, last_only=True)
+    target.logits(text, prompt, cache)
+    state_RX = head.new_states(rows, 1).zero_()
+
+    def step(length: int) -> object:
+        return head.step(text[:, 0], state_RX, [(row, length) for row in range(rows)], cache)
 
     return step
 
@@ -210,7 +248,7 @@ def prefills_ms(pair: PairSession, module: Any, turns: int = 3) -> dict[int, dic
 
 
 def one_round(engine: Any, state: Any, k: int) -> None:
-    """Drafts, verifies, and appends a token; everything that a round needs is computed again."""
-    verdict = engine.verify(state, engine.draft(state, [k]))
-    state.append({0: verdict.token})
+    """Drafts, verifies, and appends a token to each row; everything that a round needs is computed again."""
+    verdict = engine.verify(state, engine.draft(state, [k] * state.rows))
+    state.append({row: [token] for row, token in enumerate(verdict.token)})
     engine.roll_back(state)

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, rms_norm
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM
 
 from llama_ssp.config import Dtype
-from llama_ssp.models.heads.load import load_head
+from llama_ssp.models.heads.load import TargetOfHead, load_head
 from llama_ssp.models.heads.model import HeadModel
 
 SIZES: dict[str, Any] = {
@@ -110,7 +110,8 @@ def loaded(
     """
     where = dtype, torch.device("cpu"), layers
     tables = (table, output)
-    return load_head(folder, *where, lambda is_output: (tables[is_output], True), "head", fast, target)
+    told = None if target is None else TargetOfHead(config=target)
+    return load_head(folder, *where, lambda is_output: (tables[is_output], True), "head", fast, told)
 
 
 class Reference:

@@ -190,17 +190,6 @@ def test_where_an_assistant_may_draft(tmp_path: Path) -> None:
         complete(local(tmp_path / "assistant"), "model")
 
 
-def test_a_split_target_has_no_assistant(command: Command, tmp_path: Path) -> None:
-    """No rank has all of its keys: the refusal names what drafts there."""
-    module = build("gemma4", vocab_size=300)
-    module.save_pretrained(tmp_path / "target")
-    checkpoints.write_tokenizer(tmp_path / "target", checkpoints.tokenizer(300))
-    save_assistant(tmp_path / "assistant", module.config)
-    pair = f"model={tmp_path / 'target'}", f"draft={tmp_path / 'assistant'}", "cluster=p4d"
-    answer = command("task=plan", *pair, "ranks=2", "placement=leader", "task.prompt_tokens=8", "out=null")
-    assert answer.code == 5 and "on one rank" in answer.err
-
-
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "groups that do not divide": (
         lambda folder: edit(folder / "config.json", lambda content: content.update(num_centroids=7)),

@@ -48,7 +48,8 @@ PUBLISHED = {
     "mistral-nemo": 12_247_782_400, "mistral-small-3.2-24b": 23_572_403_200, "phi4": 14_659_507_200,
     "smollm3-3b": 3_075_098_624, "glm4.5-air": 106_851_586_048, "olmo3.1-32b": 32_233_522_176,
     "exaone4-32b": 32_003_216_384, "seed-oss-36b": 36_151_104_512, "qwen3.5-27b": 26_895_998_464,
-    "qwen3.5-35b-a3b": 34_660_610_688, "qwen3-next-80b-a3b": 79_674_391_296,
+    "qwen3.5-35b-a3b": 34_660_610_688, "qwen3-next-80b-a3b": 79_674_391_296, "gemma4-12b": 11_907_350_272,
+    "gemma4-26b-a4b": 25_233_141_760, "gemma4-31b": 30_697_345_280,
 }  # fmt: skip
 UNCOUNTED = {"local", "tiny", "tiny_draft", "demo", "demo_draft"}  # the last: test_shipped.py
 

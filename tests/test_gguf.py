@@ -1,5 +1,6 @@
 """GGUF files: what the gguf library writes is read as it reads it, whole and over ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,8 @@ def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
     """Linux refuses to map so many bytes if the mapping can be written."""
     path, module = made("llama", tmp_path)
     source = GgufSource(read_header(path), module.config, wanted(module.config))
-    name, tensor = next(iter(source._tensors.items()))
+    name, place = next(iter(source._places.items()))
+    tensor = place.tensor
     before = whole(source.read(name, None), torch.float32)
     table = Path("/proc/meminfo").read_text().splitlines()
     memory = next(line for line in table if line.startswith("MemTotal"))
@@ -277,7 +279,7 @@ def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
         file.seek(start)
         file.write(path.read_bytes()[tensor.data_offset : tensor.data_offset + tensor.n_bytes])
     data = np.memmap(tmp_path / "far", np.uint8, "r", shape=(1,))
-    source._tensors[name] = tensor._replace(data=data, data_offset=start)
+    source._places[name] = replace(place, tensor=tensor._replace(data=data, data_offset=start))
     assert torch.equal(whole(source.read(name, None), torch.float32), before)
 
 

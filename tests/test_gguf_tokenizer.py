@@ -13,6 +13,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as WITH_MARKS
 
 from llama_ssp.errors import ModelError
 from llama_ssp.text.tokenizer import HubTokens, read_tokens
@@ -98,6 +99,7 @@ def byte_level(folder: Path, pre: str, made: Tokenizer, **more: Any) -> Path:
 ORIGINALS: dict[str, tuple[str | None, bool, bool]] = {
     "llama-bpe": (LLAMA_3, False, True), "qwen2": (PRETOKENIZE_REGEX, True, False),
     "gpt-2": (None, False, False), "smollm": (DIGITS, False, False),
+    "qwen35": (WITH_MARKS, True, False),
 }  # fmt: skip
 
 

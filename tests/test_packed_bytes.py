@@ -21,10 +21,12 @@ from llama_ssp.planner.workload import TARGET, Role
 from tests import checkpoints
 from tests.checkpoints import WEIGHTS, Tensors, copied, edit, edit_tensors
 from tests.distributed.threads import ranks_of
-from tests.families import synthetic
+from tests.families import build, synthetic
+from tests.gguf_hybrids import write_hybrid
 from tests.memory_trace import LiveBytes
 from tests.quantised_folders import FORMATS, ROWS, quantised, weights_of
 from tests.test_gguf import made
+from tests.test_gguf_hybrids import CODED, MIXED
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 KEPT = [
@@ -111,6 +113,15 @@ def test_gguf(name: str, tmp_path: Path) -> None:
     """Queries in 16 bit, keys in 4, values in 8; of the second layer all in 4."""
     kinds = {"": "Q4_K", "0.attn_q": "F16", "0.attn_v": "Q6_K", "ffn_down": "Q3_K", "token_embd": "Q6_K"}
     same(made(name, tmp_path, kinds, intermediate_size=512)[0])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_gguf_of_models_with_states(name: str, tmp_path: Path) -> None:
+    """Inputs of linear attention in their own formats; then heads that are no groups, which are decoded."""
+    for value_dim in (32, 16):
+        module = build(name, mild=True, **CODED | {"linear_value_head_dim": value_dim})
+        kinds = MIXED if value_dim == 32 else {"": "Q8_0", "token_embd": "F16", "output": "F16"}
+        same(write_hybrid(tmp_path / f"{value_dim}.gguf", module, kinds))
 
 
 def some_plain(folder: Path, to: Path, *stems: str) -> Path:

@@ -286,7 +286,9 @@ def inspect(path: Path) -> Checkpoint:
         if (path.parent / "tokenizer.json").exists():  # then it is used
             require_safe(path.parent)
         tensors = {
-            name: (stored.tensors[name].tensor_type.name, shape) for name, shape in stored.shapes.items()
+            name: (stored.tensors[name].tensor_type.name, shape)
+            for name, shape in stored.shapes.items()
+            if stored.reads(name)
         }
         return Checkpoint(path=path, config=config, tensors=tensors)
     require_safe(path)

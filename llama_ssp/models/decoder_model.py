@@ -65,6 +65,11 @@ class DecoderModel(Model):
         result_TH: Tensor = self.decoder.norm(state_TH)
         return result_TH
 
+    @torch.inference_mode()
+    def look_up(self, token_T: Tensor) -> Tensor:
+        result_TH: Tensor = self.decoder.embedding(token_T)
+        return result_TH
+
     def new_cache(self, rows: int, capacity: int, rewinds: int = 0, spare: int = 0) -> KVCache:
         """Returns a cache; `spare` slots of it are for pads of graphs."""
         return KVCache.of(

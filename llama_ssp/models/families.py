@@ -30,6 +30,11 @@ class DeltaNames:
     norm: str = "linear_attn.norm"
     output: str = "linear_attn.out_proj"
 
+    @property
+    def by_heads(self) -> tuple[str, ...]:
+        """Returns the names of what has a part for each head of values."""
+        return (*self.inputs, self.convolution, self.decay, self.step, self.output)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
@@ -219,6 +224,8 @@ class Gguf:
     """What GGUF files of a family have, and lack."""
 
     architecture: str
+    read_as: str = ""  # the family whose matrices the files have, where it is another one
+    tiled: bool = False  # of linear attention first come the first values of all keys, then the second ones
     interleaved: bool = False  # rows of queries and keys have number i of a head next to number D/2 + i
     stripped: bool = False  # spaces behind special tokens are not text
     other_scale: int = 0  # Gemma: a model with this number of layers divides scores by sqrt(dim / heads)
@@ -461,10 +468,12 @@ FAMILIES = {
         bias_keys=ATTENTION_BIAS, norm_offset=1, rotary=0.25, mlp_key="moe_intermediate_size",
         names=replace(QWEN_NEXT_NAMES, delta=DeltaNames(), others=IN_WHOLE), gated_attention=True,
         shared_key="shared_expert_intermediate_size", unread=MTP,
+        gguf=Gguf(architecture="qwen35moe", tiled=True),
     ),
     "qwen3_5_text": Family(
         bias_keys=ATTENTION_BIAS, norm_offset=1, rotary=0.25, gated_attention=True, unread=MTP,
         names=replace(LLAMA_NAMES, qk_norm=QK_NORMS, delta=DeltaNames(), others=IN_WHOLE),
+        gguf=Gguf(architecture="qwen35", tiled=True),
     ),
     "qwen3_moe": Family(
         bias_keys=ATTENTION_BIAS, window=Window(default=4096, switched=True),
@@ -473,6 +482,7 @@ FAMILIES = {
     "qwen3_next": Family(
         bias_keys=ATTENTION_BIAS, norm_offset=1, rotary=0.25, names=QWEN_NEXT_NAMES, gated_attention=True,
         normed_top="norm_topk_prob", shared_key="shared_expert_intermediate_size", unread=MTP,
+        gguf=Gguf(architecture="qwen3next", read_as="qwen3_5_moe_text"),
     ),
     "seed_oss": Family(
         biased=QKV, bias_keys=BIASES, unbiased_output=True, needs={"attention_out_bias": False},
@@ -483,8 +493,11 @@ FAMILIES = {
     ),
 }  # fmt: skip
 UNKNOWN = Family()
-# By the architecture of a GGUF file.
-GGUF_FAMILIES = {row.gguf.architecture: name for name, row in FAMILIES.items() if row.gguf.architecture}
+# By the architecture of a GGUF file: what it has, and the family that it is read as.
+GGUF_ROWS = {row.gguf.architecture: row.gguf for row in FAMILIES.values() if row.gguf.architecture}
+GGUF_FAMILIES = {
+    row.gguf.architecture: row.gguf.read_as or name for name, row in FAMILIES.items() if row.gguf.architecture
+}
 
 TESTED_FAMILIES = tuple(FAMILIES)
 TESTED = ", ".join(FAMILIES)

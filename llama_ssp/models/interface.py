@@ -127,7 +127,14 @@ class Model(Loaded, Protocol):
 
     def normed(self, state_TH: Tensor) -> Tensor:
         """Returns what the output matrix is given of these states, which the last block has given."""
-        raise ModelError(
+        raise self._not_given()
+
+    def look_up(self, token_T: Tensor) -> Tensor:
+        """Returns what the first block is given of these tokens; all ranks of the model call it."""
+        raise self._not_given()
+
+    def _not_given(self) -> ModelError:
+        return ModelError(
             "a head reads what this model does not give",
             where=self.name,
             found=type(self).__name__,

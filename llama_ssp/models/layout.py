@@ -87,6 +87,7 @@ class Split(Enum):
     """What ranks divide, of a row's outputs; of INPUT_SPLITS, of its inputs."""
 
     whole = auto()  # nothing
+    first = auto()  # nothing: the first rank has all of it
     tokens = auto()  # rows of the vocabulary, in the embedding
     vocabulary = auto()  # rows of the vocabulary, in the head
     heads = auto()  # one number a query head, or one row
@@ -803,14 +804,14 @@ def _trained_head(sizes: Sizes) -> Iterator[TensorRow]:
 
 
 def _assistant(sizes: Sizes, head: HeadSizes) -> Iterator[TensorRow]:
-    """Usual blocks without keys and values, and projections from the target's width and back."""
+    """Usual blocks without keys and values, which ranks share; the first has what is around them."""
     yield TensorRow(
         part=Part.head,
         group=HEAD,
         weight=f"{sizes.family.names.embedding}.weight",
         outputs=head.vocab,
         inputs=sizes.dim,
-        split=Split.vocabulary,
+        split=Split.first,
     )
     before = TensorRow(
         part=Part.states,
@@ -818,6 +819,7 @@ def _assistant(sizes: Sizes, head: HeadSizes) -> Iterator[TensorRow]:
         weight="pre_projection.weight",
         outputs=sizes.dim,
         inputs=2 * head.inputs,
+        split=Split.first,
     )
     yield before
     yield replace(
@@ -836,4 +838,4 @@ def _assistant(sizes: Sizes, head: HeadSizes) -> Iterator[TensorRow]:
         if row.part in (Part.query_norm, Part.output) or row.split is Split.queries:
             yield row
     yield from _mlp(sizes)
-    yield _norm(sizes, Part.norm, sizes.family.names.norm)
+    yield replace(_norm(sizes, Part.norm, sizes.family.names.norm), split=Split.first)

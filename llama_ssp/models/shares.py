@@ -70,6 +70,8 @@ class Share:
         match row.split:
             case Split.whole:
                 return [(0, row.outputs)]
+            case Split.first:
+                return [(0, 0 if self.rank else row.outputs)]
             case Split.tokens:
                 return [self.tokens]
             case Split.vocabulary:
@@ -219,7 +221,7 @@ def share_of(sizes: Sizes, world: int = 1, rank: int = 0, drafts: bool = False) 
         tokens = (0, 1) if rank else (0, sizes.vocab)
         first_token = sizes.vocab if rank else 0
     if sizes.trained_head is not None:
-        vocab = (0, sizes.trained_head.vocab)
+        vocab = (0, 0 if rank else sizes.trained_head.vocab)
     delta_heads = Heads(query=(0, 0), kv=(0, 0))
     if sizes.delta is not None:
         delta_heads = head_ranges(sizes.delta.value_heads, sizes.delta.key_heads, world, rank)

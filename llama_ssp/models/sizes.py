@@ -199,7 +199,8 @@ def full_places(kinds: Any, layers: int) -> tuple[int, ...]:
 def _codes(checkpoint: Checkpoint, shape: dict[str, Any]) -> dict[str, Any]:
     """Returns what a packed model keeps: of each matrix, or without headers what config.json says of all."""
     if is_gguf(checkpoint.path):
-        return kept.sizes(kept.of_gguf({name: kind for name, (kind, _) in checkpoint.tensors.items()}))
+        formats = {name: kind for name, (kind, _) in checkpoint.tensors.items()}
+        return kept.sizes(kept.of_gguf(formats, shape["linear_value_dim"]))
     claimed = quantised_config(checkpoint.config, checkpoint.path)
     family = family_of(shape["family"])
     usual = kept.of_config(claimed)

@@ -29,8 +29,8 @@ from llama_ssp.models.device_map import load_layers
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.folder import adapter_fingerprint, fingerprint
 from llama_ssp.models.graph_sizes import rewinds_of
-from llama_ssp.models.heads.load import load_head, table_on_disk
-from llama_ssp.models.heads.model import HeadModel
+from llama_ssp.models.heads.load import TargetOfHead, load_head, table_on_disk
+from llama_ssp.models.heads.model import AssistantModel, HeadModel
 from llama_ssp.models.interface import Model
 from llama_ssp.models.loader import DRAFT, load, load_given
 from llama_ssp.models.model_config import config_of
@@ -42,7 +42,7 @@ from llama_ssp.planner.workload import TARGET
 from llama_ssp.report.console import Progress, waiting
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, AheadDraftShard
 from llama_ssp.speculative.drafters.cross_vocab import IntersectionDrafter
-from llama_ssp.speculative.drafters.head import head_drafter
+from llama_ssp.speculative.drafters.head import AssistantShard, head_drafter
 from llama_ssp.speculative.drafters.local import Drafter, DraftShard, ModelDrafter, Sampler
 from llama_ssp.speculative.drafters.ngram import TEXT_DRAFTERS
 from llama_ssp.speculative.drafters.own import MakeDrafter, own_drafter
@@ -148,10 +148,13 @@ class ModelCache:
         draft = models.get(DRAFT)
         head = None
         if placements.head and roles.draft is not None and target is not None:
-            self._head = self._head or (placements, _loaded_head(placements.head, placements.target, target))
+            self._head = self._head or (
+                placements,
+                _loaded_head(placements.head, placements.target, target, roles.draft),
+            )
             head = self._head[1]
         if target is not None:
-            target.tap(head.taps if head else ())
+            target.tap(head.taps if head and roles.leads else ())
         own = (target.vocab, target.context) if target else (0, 0)
         drafter = draft or head
         drafting = placements.drafter or placements.target
@@ -301,8 +304,8 @@ def _all_compile(placed: ModelPlacement, group: Ranks) -> tuple[bool, Trial | No
     return all_able, Trial(name=model.name, dtype=placed.dtype, device=placed.device, ranks=group)
 
 
-def _loaded_head(placed: ModelPlacement, below: ModelPlacement, target: Model) -> HeadModel:
-    """Loads a head; one without tables is given those of the target, placed `below` it."""
+def _loaded_head(placed: ModelPlacement, below: ModelPlacement, target: Model, ranks: Ranks) -> HeadModel:
+    """Loads a head, or this rank's part. It may be given tables of the target, placed `below` it."""
 
     def tables(output: bool) -> tuple[Tensor, bool]:
         table = target.table(output)
@@ -312,10 +315,11 @@ def _loaded_head(placed: ModelPlacement, below: ModelPlacement, target: Model) -
 
     path = placed.path or Path()
     layers = below.model.n_layers
-    config = None
+    told = None
     if placed.model.head_shares_cache:
         require_same_memory(placed, below, target)
         config = config_of(below.model, below.path, TARGET)
+        told = TargetOfHead(config=config, look_up=target.look_up if ranks.world > 1 else None)
     return load_head(
         path,
         placed.dtype,
@@ -324,7 +328,8 @@ def _loaded_head(placed: ModelPlacement, below: ModelPlacement, target: Model) -
         tables,
         placed.model.name,
         placed.compiled,
-        target=config,
+        target=told,
+        ranks=ranks,
     )
 
 
@@ -405,8 +410,11 @@ def _drafter(
         return TEXT_DRAFTERS[spec.drafter](spec, sampler)
     if not run.has_draft_model:
         return Drafter() if pair.draft and roles.drafts_apart else None
-    if pair.head:
-        return head_drafter(pair.head, target, sampler) if target else None
+    if pair.head is not None and target is not None:
+        if roles.leads:
+            return head_drafter(pair.head, target, sampler)
+        assert isinstance(pair.head, AssistantModel), "other heads are on the leader alone"
+        return AssistantShard(pair.head, target)
     if roles.client:
         wide = torch.promote_types(pair.draft_dtype, torch.float32)
         return RemoteDrafter(roles.client, pair.draft_context, sampler.vocab, wide)

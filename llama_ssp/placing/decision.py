@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from llama_ssp.config import (
     USUAL_CHUNK,
     USUAL_K,
+    DraftSeat,
     Dtype,
     GenerateConf,
     PlacementConf,
@@ -130,7 +131,7 @@ def _decision(
     if best is not None:
         placement = best.placement
     else:
-        placement = resolve(run.placement, world, run.has_draft_model)
+        placement = resolve(_usual_place(run), world, run.has_draft_model)
     return RunDecision(
         ranks=Chosen(value=placement.world, why=_why_ranks(run, best)),
         placement=Chosen(value=placement, why=_why_placed(run.placement, best)),
@@ -140,6 +141,14 @@ def _decision(
         rows=_rows(run),
         chunk=_chunk(run, best),
     )
+
+
+def _usual_place(run: RunConf) -> PlacementConf:
+    """Returns where models go without a plan: a head that reads the target's cache is split with it."""
+    conf = run.placement
+    if run.draft is not None and run.draft.head_shares_cache and is_free(conf):
+        return replace(conf, draft=DraftSeat.sharded)
+    return conf
 
 
 def _engines(run: RunConf, request: PlanRequest, placement: Placement) -> dict[str, Chosen[str]]:

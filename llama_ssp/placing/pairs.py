@@ -28,7 +28,7 @@ from llama_ssp.models.own_sampling import OwnSampling, left_open
 from llama_ssp.models.sharding import architecture, is_planned, require_deepspeed, require_split
 from llama_ssp.placing.decision import RunDecision, decide
 from llama_ssp.placing.request import PairFiles, is_bridged
-from llama_ssp.planner.search import require_whole_cache
+from llama_ssp.planner.search import require_with_target
 from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import DRAFT, TARGET
 
@@ -134,7 +134,7 @@ def placed(files: PairFiles, worlds: list[int], least_k: int = 0) -> PairSpec:
     decided, decision = decide(files, worlds, least_k)
     placement = decision.placement.value
     if run.draft is not None and run.draft.head_shares_cache:
-        require_whole_cache(placement)
+        require_with_target(placement)
     if placement.splitting is Splitting.deepspeed:
         require_deepspeed(run.model, placement.world)
     elif len(placement.target) > 1:
@@ -197,6 +197,8 @@ def require_head(draft: ModelConf, target: ModelConf, placement: PlacementConf, 
             allowed="tensor",
             fix="use placement=auto",
         )
+    if draft.head_shares_cache:
+        return  # its place follows the target's (planner/search.py)
     if world > 1 and placement.draft not in (DraftSeat.auto, DraftSeat.leader):
         raise UsageError(
             "a head reads the target's hidden states: it is on the leader",

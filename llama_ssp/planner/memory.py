@@ -301,7 +301,7 @@ def _part_of_draft(target: Role, draft: Role, placement: Placement, work: Worklo
     room = min(min(work.slots, target.model.context) + block, draft.model.context)
     role_part = RolePart.of(draft, part, room, work.draft_caches)
     if draft.model.head_shares_cache:
-        return replace(role_part, waiting=WIDEST)
+        return replace(role_part, waiting=0 if index else WIDEST)  # of the rank that draws
     if draft.model.is_head and not block:
         return replace(role_part, waiting=max(work.prefill_chunk, WIDEST))
     return role_part

@@ -207,7 +207,10 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
         require_module(target.model.family, f"{target.role} {target.model.name}")
         require_transformers(target.model.name, target.dtype)
     reason = ""
-    if request.draft is not None and request.draft.model.is_head and placement.draft != (LEADER,):
+    draft = None if request.draft is None else request.draft.model
+    if draft is not None and draft.head_shares_cache:
+        require_with_target(placement)
+    elif draft is not None and draft.is_head and placement.draft != (LEADER,):
         reason = "a head reads the target's hidden states: it is on the leader"
     elif request.bridged and placement.draft not in ((), (LEADER,)):
         reason = "a draft of another tokenizer is on the leader, whole"
@@ -220,8 +223,6 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
             fix="use placement=leader",
         )
 
-    if request.draft is not None and request.draft.model.head_shares_cache:
-        require_whole_cache(placement)
     degrees = len(placement.target), placement.draft_degree
     for role, degree in zip(request.roles, degrees, strict=False):
         if degree > 1:
@@ -230,15 +231,16 @@ def require_possible(request: PlanRequest, placement: Placement) -> None:
             require_quantised(role.model)
 
 
-def require_whole_cache(placement: Placement) -> None:
-    """Refuses several ranks of a target whose cache a head reads: each has some of the keys."""
-    if len(placement.target) > 1:
+def require_with_target(placement: Placement) -> None:
+    """Refuses a head that reads the target's cache on other ranks: each of the target's has some keys."""
+    is_copied = placement.copies and len(placement.target) > 1
+    if placement.draft and (placement.draft != placement.target or is_copied):
         raise DistributedError(
-            "a head that reads the target's cache drafts for a target on one rank",
-            where="ranks",
+            "a head that reads the target's cache is split with the target",
+            where="placement.draft",
             found=placement.in_words(),
-            allowed="1",
-            fix="write ranks=1, or draft with another model, or n-grams",
+            allowed="sharded, over the target's ranks",
+            fix="use placement=sharded or placement=auto",
         )
 
 

@@ -200,6 +200,8 @@ def pass_cost(role: Role, ranks: int, store: Storage = AS_THEY_ARE) -> PassCost:
     # experts next to an MLP.
     sums_of_layer = 3 if part.family.whole_qk_norm else 2
     further = part.expert_layers if part.family.dense_too else 0
+    if part.shares_cache:  # of tokens, of embeddings, of what blocks are given
+        further += 1
     bytes_of_number = width(role.dtype)
     return PassCost(
         ranks=ranks,

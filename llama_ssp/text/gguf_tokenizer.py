@@ -37,7 +37,7 @@ TURN_ENDS = [
 # merged, and a text has a begin token; those where letters and their accents are made one character first.
 GPT_2 = ("gpt-2", "smollm")
 WHOLE = ("llama-bpe", "llama3", "llama-v3", "tekken")
-COMPOSED = ("qwen2", "deepseek-r1-qwen")
+COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen")
 MAX_PIECES = 2**28  # characters of tokens that are cut in two everywhere: real vocabularies have a tenth
 BESIDE = "put the model's tokenizer.json and tokenizer_config.json next to the GGUF file"
 
@@ -49,7 +49,7 @@ class HeaderTokens:
         from llama_ssp.models.formats.gguf_header import read_header  # imports gguf
 
         header = read_header(path)
-        self.row = header.family.gguf
+        self.row = header.row
         self.said = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
         names = self.said.get("tokens")
         self.names = [str(name) for name in names] if isinstance(names, list) else []

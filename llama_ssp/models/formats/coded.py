@@ -12,7 +12,7 @@ that several rows share in a file (fine-grained FP8) are repeated for each row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -173,6 +173,18 @@ class Coded:
         span = Cut(COLUMNS, ((first // own, -(-last // own)),))
         scales = self.changed(lambda part: taken(part.repeat_interleave(group // own, 1), span))
         return replace(scales, kind=replace(self.kind, group=own), inputs=last - first, codes_NC=codes_NC)
+
+    def chosen(self, spans: Sequence[tuple[int, int]]) -> Coded:
+        """Returns the inputs of these spans, one after the other; each span is of whole groups."""
+        per = 8 // self.kind.bits
+        group = self.kind.group
+        if not group or any(place % group or place % per for span in spans for place in span):
+            raise ValueError(f"inputs in groups of {group} cannot be put in another order: {spans}")
+        changed: dict[str, Any] = {}
+        for name, part in self._tensors().items():
+            unit = per if name == "codes_NC" else group
+            changed[name] = taken(part, Cut(COLUMNS, tuple((a // unit, b // unit) for a, b in spans)))
+        return replace(self, inputs=sum(last - first for first, last in spans), **changed)
 
     def _tensors(self) -> dict[str, Tensor]:
         names = "codes_NC", "scale_NG", "zero_NG", "shift_NG"

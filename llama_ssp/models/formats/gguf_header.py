@@ -17,15 +17,18 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
 
 from llama_ssp.errors import ModelError
-from llama_ssp.models.families import FAMILIES, GGUF_FAMILIES, Family
+from llama_ssp.models.families import FAMILIES, FULL, GGUF_FAMILIES, GGUF_ROWS, Family, Gguf
 from llama_ssp.models.folder import REFETCH, require_fetched, shards
-from llama_ssp.models.formats.kept import GGUF_FORMATS
+from llama_ssp.models.formats.kept import BLOCK, GGUF_FORMATS, STATE_OUTPUT
+from llama_ssp.models.sizes import LINEAR
 
 MAX_HEADER_BYTES = 64 * 2**20  # a vocabulary of 260 000 tokens, with its merges, takes a quarter
 MAX_TEXTS = 2**21  # in a list: each takes more memory than the file's eight bytes
 MAX_ENTRIES = 100_000  # of metadata, or of tensors
 # Tensors that are part of the config: factors for all positions, or for short and long texts.
 ROTARY = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+FFN = "feed_forward_length"
+NEXT_LAYERS = "nextn_predict_layers"  # a key: how many layers for multi-token prediction there are
 
 
 def read_header(path: Path) -> Header:
@@ -136,9 +139,22 @@ class Header:
 
     @property
     def family(self) -> Family:
-        """The model's row; a ModelError if it has none, or experts."""
-        kind = f"{self.architecture} with experts" if self.get("expert_count") else self.architecture
-        if kind not in GGUF_FAMILIES:
+        """Returns the row that the model is read as."""
+        return FAMILIES[GGUF_FAMILIES[self._known()]]
+
+    @property
+    def row(self) -> Gguf:
+        """Returns what files of the architecture have."""
+        return GGUF_ROWS[self._known()]
+
+    def _known(self) -> str:
+        """Returns the architecture; raises ModelError if it has no row, or experts that its row lacks."""
+        kind = self.architecture
+        is_known = kind in GGUF_FAMILIES
+        if self.get("expert_count") and not (is_known and FAMILIES[GGUF_FAMILIES[kind]].names.router):
+            kind = f"{kind} with experts"
+            is_known = False
+        if not is_known:
             raise ModelError(
                 "the architecture of the GGUF file cannot be loaded",
                 where=self.path,
@@ -146,7 +162,19 @@ class Header:
                 allowed=", ".join(GGUF_FAMILIES),
                 fix="use a folder with safetensors",
             )
-        return FAMILIES[GGUF_FAMILIES[kind]]
+        return kind
+
+    @property
+    def layers(self) -> int:
+        """Returns the model's layers; those for multi-token prediction come after them."""
+        further: int = self.number(NEXT_LAYERS) if self.get(NEXT_LAYERS) else 0
+        every: int = self.number("block_count")
+        return every - further
+
+    def reads(self, name: str) -> bool:
+        """Returns whether a tensor is one of the model's weights."""
+        place = BLOCK.fullmatch(name)
+        return name not in ROTARY and (place is None or int(place[1]) < self.layers)
 
     def get(self, name: str) -> Any:
         """Returns the value of one of the architecture's keys; None without it."""
@@ -167,24 +195,43 @@ class Header:
 
     def config(self) -> dict[str, Any]:
         """Returns what config.json would say; a ModelError where the header contradicts itself."""
-        row = self.family.gguf
+        family = self.family
         window = "attention.sliding_window"
         dim = self.number("embedding_length")
-        layers = self.number("block_count")
-        ffn = self.number("feed_forward_length")
+        layers = self.layers
         heads = self.number("attention.head_count")
         kv_heads = self.number("attention.head_count_kv", default=heads)
         head_dim = self.number("attention.key_length", default=max(1, dim // heads))
         rotary_dim = self.number("rope.dimension_count", default=head_dim, most=head_dim)
         shapes = {name.removesuffix(".weight"): shape for name, shape in self.shapes.items()}
         rows, *_ = shapes.get("token_embd", (0,))
+        every = range(min(layers, MAX_ENTRIES))
+        kinds = [LINEAR if f"blk.{n}.{STATE_OUTPUT}" in shapes else FULL for n in every]
+        attending = kinds.index(FULL) if FULL in kinds else 0
+        mlp = self._experts() if family.names.router else {"intermediate_size": self.number(FFN)}
+        linear = self._linear(kinds) if family.names.delta is not None else {}
+
         # These are compared here, before memory is planned, and all tensors before a weight is read.
         queries = heads * head_dim
         keys = kv_heads * head_dim
-        qkv, outputs = ("attn_qkv", queries + 2 * keys) if "blk.0.attn_qkv" in shapes else ("attn_k", keys)
-        claimed: dict[str, Any] = {"token_embd": (rows, dim), f"blk.0.{qkv}": (outputs, dim)}
-        claimed |= {"blk.0.attn_output": (dim, queries), f"blk.{layers - 1}.ffn_down": (dim, ffn)}
-        claimed |= {f"blk.{layers}.ffn_down": None}
+        claimed: dict[str, Any] = {"token_embd": (rows, dim)}
+        if f"blk.{attending}.attn_qkv" in shapes:
+            claimed[f"blk.{attending}.attn_qkv"] = (queries + 2 * keys, dim)
+        else:
+            claimed[f"blk.{attending}.attn_k"] = (keys, dim)
+        claimed[f"blk.{attending}.attn_output"] = (dim, queries)
+        claimed[f"blk.{self.number('block_count')}.attn_norm"] = None
+        if family.names.router:
+            width = mlp["moe_intermediate_size"]
+            claimed[f"blk.{layers - 1}.ffn_down_exps"] = (mlp["num_experts"], dim, width)
+        else:
+            claimed[f"blk.{layers - 1}.ffn_down"] = (dim, mlp["intermediate_size"])
+        if LINEAR in kinds and linear:
+            values = linear["linear_num_value_heads"] * linear["linear_value_head_dim"]
+            channels = 2 * linear["linear_num_key_heads"] * linear["linear_key_head_dim"] + values
+            first = kinds.index(LINEAR)
+            claimed[f"blk.{first}.{STATE_OUTPUT}"] = (dim, values)
+            claimed[f"blk.{first}.ssm_conv1d"] = (channels, linear["linear_conv_kernel_dim"])
         for name, shape in claimed.items():
             if shapes.get(name) != shape:
                 raise ModelError(
@@ -199,14 +246,13 @@ class Header:
             "vocab_size": rows,
             "hidden_size": dim,
             "num_hidden_layers": layers,
-            "intermediate_size": ffn,
             "max_position_embeddings": self.number("context_length"),
             "num_attention_heads": heads,
             "num_key_value_heads": kv_heads,
             "head_dim": head_dim,
             "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon", float),
             "tie_word_embeddings": "output" not in shapes,
-            "attention_bias": "blk.0.attn_q.bias" in shapes,
+            "attention_bias": f"blk.{attending}.attn_q.bias" in shapes,
             "mlp_bias": "blk.0.ffn_up.bias" in shapes,
             "rope_theta": self.number("rope.freq_base", float, 10_000.0),
             "partial_rotary_factor": rotary_dim / head_dim,
@@ -214,12 +260,35 @@ class Header:
             # text/gguf_tokenizer.py reads them, and transformers' own may lie beyond the vocabulary.
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
             **self._scaling(),
+            **mlp,
+            **linear,
         }
-        if row.other_scale:
-            config["query_pre_attn_scalar"] = dim // heads if layers == row.other_scale else head_dim
+        if self.row.other_scale:
+            config["query_pre_attn_scalar"] = dim // heads if layers == self.row.other_scale else head_dim
             for key in ("attn_logit_softcapping", "final_logit_softcapping"):
                 config[key] = self.number(key, float) if self.get(key) else None
         return config
+
+    def _experts(self) -> dict[str, int]:
+        """Returns the sizes of experts by the config's keys."""
+        return {
+            "num_experts": self.number("expert_count"),
+            "num_experts_per_tok": self.number("expert_used_count"),
+            "moe_intermediate_size": self.number("expert_feed_forward_length"),
+            "shared_expert_intermediate_size": self.number("expert_shared_feed_forward_length"),
+        }
+
+    def _linear(self, kinds: list[str]) -> dict[str, Any]:
+        """Returns the kinds of layers and the sizes of linear attention by the config's keys."""
+        values = self.number("ssm.time_step_rank")
+        return {
+            "layer_types": kinds,
+            "linear_num_key_heads": self.number("ssm.group_count"),
+            "linear_num_value_heads": values,
+            "linear_key_head_dim": self.number("ssm.state_size"),
+            "linear_value_head_dim": max(1, self.number("ssm.inner_size") // values),
+            "linear_conv_kernel_dim": self.number("ssm.conv_kernel"),
+        }
 
     def _scaling(self) -> dict[str, Any]:
         """Returns the keys of the config that say how rotary positions are scaled.

@@ -40,6 +40,7 @@ GGUF = {
     "Q6_K": Kept(8, 16, 4, "int8"),
 }
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")  # a layer's number and a name in it, in GGUF
+STATE_OUTPUT = "ssm_out"  # of a layer with linear attention, which others do not have
 GGUF_FORMATS = ("F32", "F16", "BF16", *GGUF)
 Matrices = Mapping[tuple[int, str], Kept]  # by the layer's number and the matrix's name in GGUF
 # Matrices with the same inputs, which are one product if they have the same codes. By their names in GGUF.
@@ -47,7 +48,7 @@ FUSED = [
     ("attn_q", "attn_k", "attn_v"),
     ("attn_qkv",),
     ("attn_output",),
-    ("delta_qkv", "delta_z", "delta_b", "delta_a"),  # of linear attention; GGUF has no such names
+    ("delta_qkv", "delta_z", "delta_b", "delta_a"),  # of linear attention, as in HYBRID
     ("delta_qkvz", "delta_ba"),
     ("delta_out",),
     ("ffn_gate", "ffn_up"),
@@ -60,6 +61,22 @@ FUSED = [
     ("full_attn_output",),
 ]
 EXPERT = ("expert_gate", "expert_up", "expert_down")  # of the first expert of a layer, for all of them
+# What GGUF calls matrices of families with linear attention, and their names here.
+HYBRID = {
+    "attn_qkv": ("delta_qkv",),
+    "attn_gate": ("delta_z",),
+    "ssm_beta": ("delta_b",),
+    "ssm_alpha": ("delta_a",),
+    "ssm_ba": ("delta_b", "delta_a"),  # of each head of keys betas of its values, then their decays
+    STATE_OUTPUT: ("delta_out",),
+    "ffn_gate_shexp": ("shared_gate",),
+    "ffn_up_shexp": ("shared_up",),
+    "ffn_down_shexp": ("shared_down",),
+    "ffn_gate_exps": ("expert_gate",),  # the matrices of all experts in one tensor
+    "ffn_up_exps": ("expert_up",),
+    "ffn_gate_up_exps": ("expert_gate", "expert_up"),
+    "ffn_down_exps": ("expert_down",),
+}
 MATRICES = [name for group in FUSED for name in group]
 SCALE_BYTES = {"F16": 2, "BF16": 2}  # others are kept in fp32
 BYTE_TABLES = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8"}
@@ -149,10 +166,23 @@ def of_config(config: QuantisedConfig | None) -> Kept:
     return Kept(config.bits, config.group, (4 if wide else 2) + config.zeros)
 
 
-def of_gguf(formats: Mapping[str, str]) -> dict[tuple[int, str], Kept]:
-    """Returns what is kept of each matrix of a GGUF file; `formats` has those of all tensors."""
-    places = {name: BLOCK.fullmatch(name.removesuffix(".weight")) for name in formats}
-    return {(int(at[1]), at[2]): GGUF.get(formats[name], PLAIN) for name, at in places.items() if at}
+def of_gguf(formats: Mapping[str, str], value_dim: int = 0) -> dict[tuple[int, str], Kept]:
+    """Returns what is kept of each matrix of a GGUF file; `formats` has those of all tensors.
+
+    `value_dim`: of linear attention, numbers of a head of values; 0: the model has none. These heads come in
+    another order in the output's inputs, so that its codes are kept if heads are whole groups of inputs.
+    """
+    result = {}
+    for name, kind in formats.items():
+        place = BLOCK.fullmatch(name.removesuffix(".weight"))
+        if place is None:
+            continue
+        codes = GGUF.get(kind, PLAIN)
+        if place[2] == STATE_OUTPUT and codes.group and value_dim % codes.group:
+            codes = PLAIN
+        for own in HYBRID.get(place[2], (place[2],)) if value_dim else (place[2],):
+            result[int(place[1]), own] = codes
+    return result
 
 
 def of_folder(

@@ -11,10 +11,13 @@ these, the last token, and each other, also those behind them.
 A Gemma 4's assistant has usual blocks without keys and values: they read those that the target's last layer
 with a window, and its last one without, have in the cache. At a text's last token it is given this token's
 embedding and the target's state of the token before it; what it gives is the logits of the next token, and a
-state that stands for the target's. For further drafts it takes these, and stays at the same place.
+state that stands for the target's. For further drafts it takes these, and stays at the same place. Over ranks
+each has those of its heads that read the keys which the rank has of the target, and columns of its MLPs.
 
 Suffixes of shapes as in decoder.py; X numbers of the target's hidden states, E the head's own vocabulary.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +26,7 @@ from llama_ssp.models.attention import Places, Rotary, rotate
 from llama_ssp.models.decoder import Attention, Block, Mlp, Norm, Turns
 from llama_ssp.models.heads.settings import Eagle3Settings
 from llama_ssp.models.kv_cache import Caches, LayerCache
-from llama_ssp.models.linear import Embedding, in_fp32
+from llama_ssp.models.linear import Reduce, in_fp32
 
 
 class Eagle3(nn.Module):
@@ -150,6 +153,45 @@ class ReadingAttention(Attention):
         return rotate(query_THD, turns[self.rotary]), None
 
 
+class AssistantBlocks(nn.Module):
+    """The blocks of a Gemma 4's assistant, with a rank's heads and columns.
+
+    The first rank alone has tokens, and what the blocks are given: the others add zeros, and are given both.
+    """
+
+    def __init__(
+        self,
+        *,
+        look_up: Callable[[Tensor], Tensor],
+        blocks: list[Block],
+        sources: list[int],
+        rotaries: dict[str, Rotary],
+        reduce: Reduce | None,
+    ) -> None:
+        """`look_up` embeds as the target does; `sources` says which of its blocks each one reads."""
+        super().__init__()
+        self.look_up = look_up
+        self.blocks = nn.ModuleList(blocks)
+        self.sources = sources
+        self.rotaries = nn.ModuleDict(rotaries)
+        self.reduce = reduce
+
+    def embedded(self, token_R: Tensor) -> Tensor:
+        """Returns the target's embeddings, (R, X)."""
+        if self.reduce is not None:
+            token_R = self.reduce(token_R)
+        return self.look_up(token_R)
+
+    def forward(self, x_RQ: Tensor, turned: Places, seen: Places, caches: Caches) -> Tensor:
+        """Returns what the last block gives, (R, Q); see `Assistant.step`."""
+        if self.reduce is not None:
+            x_RQ = self.reduce(x_RQ)
+        turns = {kind: rotary(turned) for kind, rotary in self.rotaries.items()}
+        for block, source in zip(self.blocks, self.sources, strict=True):
+            x_RQ = block(x_RQ, turns, caches[source], seen)
+        return x_RQ
+
+
 class Assistant(nn.Module):
     """The layers of a Gemma 4's assistant: Q numbers wide, for a target of X numbers."""
 
@@ -158,11 +200,8 @@ class Assistant(nn.Module):
     def __init__(
         self,
         *,
-        embedding: Embedding,
         before: nn.Module,
-        blocks: list[Block],
-        sources: list[int],
-        rotaries: dict[str, Rotary],
+        blocks: AssistantBlocks,
         norm: Norm,
         head: nn.Module,
         after: nn.Module,
@@ -170,16 +209,10 @@ class Assistant(nn.Module):
         group_V: Tensor | None,
         chosen: int,
     ) -> None:
-        """`embedding` is the target's, and `sources` says of each block which of the target's it reads.
-
-        `group_V`: of each token, the group that has its centroid; `chosen`: groups whose tokens have logits.
-        """
+        """`group_V`: the group of each token; `chosen`: how many groups have tokens with logits."""
         super().__init__()
-        self.embedding = embedding
         self.before = before
-        self.blocks = nn.ModuleList(blocks)
-        self.sources = sources
-        self.rotaries = nn.ModuleDict(rotaries)
+        self.blocks = blocks
         self.norm = norm
         self.head = head
         self.after = after
@@ -194,12 +227,9 @@ class Assistant(nn.Module):
 
         Queries are turned to the places `turned`, and see the target's keys up to those of `seen`.
         """
-        both = torch.cat([self.embedding(token_R).to(state_RX.dtype), state_RX], -1)
+        both = torch.cat([self.blocks.embedded(token_R).to(state_RX.dtype), state_RX], -1)
         x_RQ = self.before(both).to(torch.promote_types(state_RX.dtype, torch.float32))
-        turns = {kind: rotary(turned) for kind, rotary in self.rotaries.items()}
-        for block, source in zip(self.blocks, self.sources, strict=True):
-            x_RQ = block(x_RQ, turns, caches[source], seen)
-        z_RQ = self.norm(x_RQ)
+        z_RQ = self.norm(self.blocks(x_RQ, turned, seen, caches))
         return self.logits(z_RQ), self.after(z_RQ)
 
     def logits(self, z_RQ: Tensor) -> Tensor:

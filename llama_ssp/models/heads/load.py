@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from llama_ssp.config import Dtype, ModelConf
-from llama_ssp.distributed.comm import ALONE
+from llama_ssp.distributed.comm import ALONE, Ranks
 from llama_ssp.errors import ModelError
 from llama_ssp.models.assemble import Assembly
 from llama_ssp.models.attention import Scores
@@ -20,8 +20,8 @@ from llama_ssp.models.decoder import HeadLayout
 from llama_ssp.models.families import family_of
 from llama_ssp.models.folder import REFETCH
 from llama_ssp.models.formats.adapted_source import adapted
-from llama_ssp.models.heads.layers import Assistant, DFlash, Eagle3, ReadingAttention
-from llama_ssp.models.heads.model import AssistantModel, DFlashModel, Eagle3Model, HeadModel
+from llama_ssp.models.heads.layers import Assistant, AssistantBlocks, DFlash, Eagle3, ReadingAttention
+from llama_ssp.models.heads.model import AssistantModel, DFlashModel, Eagle3Model, HeadLayers, HeadModel
 from llama_ssp.models.heads.settings import (
     MAPS,
     ORDER,
@@ -43,6 +43,17 @@ Tables = Callable[[bool], tuple[Tensor, bool]]
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TargetOfHead:
+    """What a head that reads the target's cache is told of the target.
+
+    `config` is transformers'. `look_up` embeds tokens where the target is split, and no rank has the table.
+    """
+
+    config: Any
+    look_up: Callable[[Tensor], Tensor] | None = None
+
+
 class HeadAssembly(Assembly):
     """Reads a head's tensors; `config` is transformers' of its blocks alone.
 
@@ -52,15 +63,21 @@ class HeadAssembly(Assembly):
     model: Callable[..., HeadModel]
 
     def __init__(
-        self, config: Any, settings: HeadSettings, source: Source, form: LayerFormat, target: Any = None
+        self,
+        config: Any,
+        settings: HeadSettings,
+        source: Source,
+        form: LayerFormat,
+        target: TargetOfHead | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`target`: transformers' config of the target, for a head that reads its cache."""
+        """`target`: of a head that reads its cache."""
         self.target = target
         shape = shape_of_head(config, settings)
-        super().__init__(shape, config, source, ALONE, form, drafts=True)
+        super().__init__(shape, config, source, ranks, form, drafts=True)
         self.settings = settings
 
-    def made(self, embedding_VH: Tensor | None, output_EH: Tensor | None) -> Eagle3 | DFlash | Assistant:
+    def made(self, embedding_VH: Tensor | None, output_EH: Tensor | None) -> HeadLayers:
         """Returns the head; embedding and output matrix are the target's, if the head has none."""
         if embedding_VH is None:
             embedding_VH = self.read(self.row(Part.embedding))
@@ -69,7 +86,7 @@ class HeadAssembly(Assembly):
         fc = self.form.head(self.read(self.row(Part.states)))
         return self._joined(embedding_VH, fc, self.form.head(output_EH))
 
-    def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> Eagle3 | DFlash | Assistant:
+    def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> HeadLayers:
         raise NotImplementedError
 
     def ids(self) -> Tensor | None:
@@ -153,22 +170,35 @@ class AssistantAssembly(HeadAssembly):
             sink_H=None,
         )
 
-    def _joined(self, embedding_VH: Tensor, fc: nn.Module, output: nn.Module) -> Assistant:
-        target = shape_of(self.target)
+    def made(self, embedding_VH: Tensor | None, output_EH: Tensor | None) -> HeadLayers:
+        """Returns the assistant; over ranks all but the first one have its blocks alone."""
+        assert self.target is not None
+        target = shape_of(self.target.config)
+        look_up = self.target.look_up
+        if embedding_VH is not None:
+            look_up = Embedding(embedding_VH, target.embedding_scale)
+        assert look_up is not None, "no rank has the target's embedding"
         last = {block.window is None: number for number, block in enumerate(target.blocks)}
+        blocks = AssistantBlocks(
+            look_up=look_up,
+            blocks=[self.block(self.shape.prefix(n), block) for n, block in enumerate(self.shape.blocks)],
+            sources=[last[block.window is None] for block in self.shape.blocks],
+            rotaries=self.rotaries(),
+            reduce=self.reduce,
+        )
+        if not self.ranks.is_leader:
+            return blocks.eval()
+
         centroids = None
         group_V = None
         if self.settings.centroids:
             centroids = self.form.head(self.read(self.row(Part.centroids)))
             group_V = self.groups().to(self.device)
         head = Assistant(
-            embedding=Embedding(embedding_VH, target.embedding_scale),
-            before=fc,
-            blocks=[self.block(self.shape.prefix(n), block) for n, block in enumerate(self.shape.blocks)],
-            sources=[last[block.window is None] for block in self.shape.blocks],
-            rotaries=self.rotaries(),
+            before=self.form.head(self.read(self.row(Part.states))),
+            blocks=blocks,
             norm=self.norm(self.row(Part.norm)),
-            head=output,
+            head=self.form.head(self.read(self.row(Part.head))),
             after=self.form.head(self.read(self.row(Part.back))),
             centroids=centroids,
             group_V=group_V,
@@ -202,12 +232,13 @@ def load_head(
     tables: Tables,
     name: str,
     fast: bool,
-    target: Any = None,
+    target: TargetOfHead | None = None,
+    ranks: Ranks = ALONE,
 ) -> HeadModel:
-    """Loads the head of a folder.
+    """Loads the head of a folder, or this rank's part of one that reads the cache of a split target.
 
-    `layers` are the target's; `tables` gives what the head does not have; `target` is transformers' config of
-    the target. Raises ModelError where folder and target do not fit.
+    `layers` are the target's; `tables` gives what the head does not have; `target`: of such a head.
+    Raises ModelError where folder and target do not fit.
     """
     settings = head_settings(path)
     config = block_config(path, settings)
@@ -226,7 +257,7 @@ def load_head(
     shared = []
     for output in (False, True):
         has_table = settings.heads if output else settings.embeds
-        if has_table:
+        if has_table or ranks.world > 1:
             continue
         target_table, is_shared = tables(output)
         table = target_table.to(device, form.numbers)
@@ -238,7 +269,7 @@ def load_head(
     with closing(source):
         shapes = {name: shape for name, shape in source.shapes.items() if not settings.ignores(name)}
         require_complete(path, differences(names, shapes, config))
-        assembly = assembly_of(config, settings, source, form, target)
+        assembly = assembly_of(config, settings, source, form, target, ranks)
         head = assembly.made(*lent)
         ids_E = assembly.ids()
         _require_ids(path, settings, ids_E, source)
@@ -341,13 +372,18 @@ def table_on_disk(path: Path | None, model: ModelConf, output: bool) -> Tensor:
 
 
 def assembly_of(
-    config: Any, settings: HeadSettings, source: Source, form: LayerFormat, target: Any = None
+    config: Any,
+    settings: HeadSettings,
+    source: Source,
+    form: LayerFormat,
+    target: TargetOfHead | None = None,
+    ranks: Ranks = ALONE,
 ) -> HeadAssembly:
     """Returns what reads a head of this kind."""
     kind: type[HeadAssembly] = DFlashAssembly if settings.drafts else Eagle3Assembly
     if settings.shares_cache:
         kind = AssistantAssembly
-    return kind(config, settings, source, form, target)
+    return kind(config, settings, source, form, target, ranks)
 
 
 def shape_of_head(config: Any, settings: HeadSettings) -> Shape:

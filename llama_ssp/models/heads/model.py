@@ -11,7 +11,7 @@ from llama_ssp.distributed.comm import ALONE
 from llama_ssp.models import attention
 from llama_ssp.models.cache_layout import CacheShape
 from llama_ssp.models.graph_sizes import WIDEST
-from llama_ssp.models.heads.layers import Assistant, DFlash, Eagle3
+from llama_ssp.models.heads.layers import Assistant, AssistantBlocks, DFlash, Eagle3
 from llama_ssp.models.heads.settings import DFlashSettings, HeadSettings
 from llama_ssp.models.interface import Loaded, Tally
 from llama_ssp.models.kernels import attention as attention_kernel
@@ -22,6 +22,7 @@ from llama_ssp.models.programs import Program, ProgramSpec, load_or_compile
 from llama_ssp.models.quantization import scales_of
 
 log = logging.getLogger(__name__)
+HeadLayers = Eagle3 | DFlash | Assistant | AssistantBlocks  # the last one: a rank's part of an assistant
 
 
 class HeadModel(Loaded):
@@ -35,7 +36,7 @@ class HeadModel(Loaded):
 
     def __init__(
         self,
-        head: Eagle3 | DFlash | Assistant,
+        head: HeadLayers,
         config: Any,
         *,
         cache_shapes: list[CacheShape],
@@ -214,13 +215,13 @@ class Eagle3Model(HeadModel):
 
 
 class AssistantModel(HeadModel):
-    """A Gemma 4's assistant. It runs eagerly: its keys and values are in the target's cache."""
+    """A Gemma 4's assistant, or a rank's part of one. It runs eagerly, and reads the target's cache."""
 
     shares_cache = True
 
     def __init__(
         self,
-        head: Assistant,
+        head: Assistant | AssistantBlocks,
         config: Any,
         settings: HeadSettings,
         *,
@@ -248,9 +249,22 @@ class AssistantModel(HeadModel):
         `texts` has each row and the length of its text, n. The query stands at the last token, n - 1, which
         the target has not read yet: it sees the keys of the positions before it.
         """
+        assert isinstance(self.head, Assistant)
         turned = self.places(texts, cache, behind=1)
         seen = self.places(texts, cache, behind=2)
         return self.head.step(token_R.to(self.device), state_RX, turned, seen, cache.layers)
+
+    @torch.inference_mode()
+    def follow(self, texts: list[tuple[int, int]], cache: KVCache) -> None:
+        """Computes this rank's part of `step`, where the first rank calls it."""
+        assert isinstance(self.head, AssistantBlocks)
+        rows = len(texts)
+        self.head.embedded(torch.zeros(rows, dtype=torch.int64, device=self.device))
+        wide = torch.promote_types(self.dtype, torch.float32)
+        x_RQ = torch.zeros(rows, self.dim, dtype=wide, device=self.device)
+        turned = self.places(texts, cache, behind=1)
+        seen = self.places(texts, cache, behind=2)
+        self.head(x_RQ, turned, seen, cache.layers)
 
     def places(self, texts: list[tuple[int, int]], cache: KVCache, behind: int) -> attention.Places:
         """Returns a place in each text: that of the last token is 1 behind its length."""

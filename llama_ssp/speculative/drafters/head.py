@@ -315,6 +315,41 @@ class AssistantDrafter(SamplesFromHead):
         return proposal_of(drawn, count)
 
 
+class AssistantShard(Drafter):
+    """Computes its share of a split assistant's passes, in step with the rank that draws.
+
+    It needs neither tokens nor states: sums over ranks bring here what the blocks are given.
+    """
+
+    def __init__(self, head: AssistantModel, target: ModelRunner) -> None:
+        """`target` is the runner of this rank's part of the target, whose cache the head reads."""
+        self._head = head
+        self._target = target
+        self._passes = 0
+
+    @property
+    def forwards(self) -> int:
+        return self._passes
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.device
+
+    @property
+    def name(self) -> str:
+        return f"the draft {self._head.name}"
+
+    def limit(self, length: int) -> int:
+        return reach(self._head.context, length) if length > 1 else 0
+
+    def propose(self, state: State, count: tuple[int, ...]) -> Proposal:
+        for offset in range(max(count)):
+            self._passes += 1
+            texts = [(row, state.lengths[row]) for row, n in enumerate(count) if n > offset]
+            self._head.follow(texts, self._target.cache)
+        return Proposal(nothing(state).drafted_BK, None, count)
+
+
 def head_drafter(head: Any, target: ModelRunner, sampler: Sampler) -> SamplesFromHead:
     """Returns the drafter of a head of this kind."""
     if head.shares_cache:
