@@ -50,7 +50,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 SETTINGS = """
     model=demo model.dtype=fp32 draft=demo_draft draft.dtype=fp32
     speculation.drafter=model speculation.verification=block speculation.k=4 speculation.adaptive=false
-    speculation.bridge=auto speculation.overlap=off
+    speculation.bridge=auto speculation.overlap=off speculation.draft_top=null
     sampling.temperature=1 sampling.top_k=0 sampling.top_p=1 sampling.min_p=0 sampling.min_new_tokens=0
     sampling.repetition_penalty=1 sampling.frequency_penalty=0 sampling.presence_penalty=0
     placement.splitting=tensor placement.draft=leader placement.target_device=cpu placement.draft_device=cpu
@@ -118,12 +118,14 @@ class Case:
 CASES = [
     Case("block", seeds=20),
     Case("token", "speculation.verification=token", seeds=20),
+    Case("likeliest", "speculation.draft_top=16", seeds=3),
     Case("greedy", GREEDY),
     Case("ngram", NGRAMS, seeds=3),
     Case("ngram-greedy", f"{NGRAMS} {GREEDY}"),
     Case("head", "draft=demo_head", seeds=3),
     Case("head-greedy", f"draft=demo_head {GREEDY}"),
     Case("own", DRAFT_RANK, ranks=2),
+    Case("own-likeliest", f"{DRAFT_RANK} speculation.draft_top=16", ranks=2),
     Case("own-greedy", f"{DRAFT_RANK} {GREEDY}", ranks=2),
     Case("ranks", "ignore_eos=true", ranks=2),
     Case("batch", task="batch"),

@@ -72,18 +72,19 @@ def engine_of(
     target: Model, draft: Model | HeadModel | str | None = None, rule: Rule | str = "block", *,
     sampling: SamplingConfig | None = None, ends: Iterable[int] = (), draws: Any = 0,
     vocab: int | None = None, bridge: Intersection | None = None, chunk: int = 512, rewinds: int = 16,
+    top: int | None = None,
 ) -> Engine:  # fmt: skip
     """The engine of one process. `draft` is a model, a trained head, "ngram", or None.
 
     `draws` is a seed, or a source of draws; `bridge` leads from the draft's tokenizer to the target's.
-    `rewinds` is the largest K.
+    `rewinds` is the largest K; `top` is speculation.draft_top.
     """
     source = CounterDraws(draws) if isinstance(draws, int) else draws
     replay, vocab = getattr(source, "replay", None), vocab or target.vocab
     transform = SamplingTransform(sampling or SamplingConfig(), tuple(sorted(ends)), vocab, replay)
     target_runner = ModelRunner(target, chunk, rewinds)
     drafter: Drafter = Drafter()
-    sampler = Sampler(transform, source, torch.promote_types(target.dtype, torch.float32))
+    sampler = Sampler(transform, source, torch.promote_types(target.dtype, torch.float32), top)
     if draft == "ngram":
         drafter = NgramDrafter(1, 4, sampler)
     elif isinstance(draft, HeadModel):

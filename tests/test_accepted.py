@@ -58,6 +58,8 @@ def test_a_plan_goes_by_what_a_run_has_accepted(command: Command, caplog: pytest
     assert "what is accepted was measured" not in caplog.text
     command(*words, "sampling.temperature=0.5")
     assert "what is accepted was measured with temperature=1.0, and this plan is of 0.5" in caplog.text
+    command(*words, "speculation.draft_top=64")
+    assert "measured with speculation.draft_top=null, and this plan is of 64" in caplog.text
     assert command(*WRITE, "model=demo", "draft=none").document["acceptance"] == []
 
 

@@ -93,6 +93,9 @@ class Line:
     def has_request(self) -> bool:
         return self._gpu.done >= self._gpu.due
 
+    def has_replied(self, tags: list[int]) -> bool:
+        return False
+
     def send_reply(self, values: list[int], payload: Tensor) -> None:
         pass
 

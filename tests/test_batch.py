@@ -31,6 +31,7 @@ from llama_ssp.batch.job import Job
 from llama_ssp.batch.journal import Journal, count_finished
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.process_group import NO_GPU
+from llama_ssp.errors import DATA
 from llama_ssp.pair import assembly, session
 from llama_ssp.pair.requests import Reply
 from llama_ssp.pair.run import Run
@@ -139,6 +140,39 @@ def test_a_job_goes_on_with_the_k_that_it_began_with(command: Command, monkeypat
         assert (drafted["tokens_drafted"] > 0) == (k > 0)
     texts = [Path(f"{name}.jsonl").read_bytes() for name in "abc"]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_job_goes_on_with_the_drafts_that_it_began_with(command: Command):
+    """Which draw from their likeliest tokens, or from all: also where an older version began the job."""
+    write_input()
+    manifest = Path("out.jsonl.work/run.json")
+
+    def begun(*words: str) -> Any:
+        shutil.rmtree("out.jsonl.work", ignore_errors=True)
+        Path("out.jsonl").unlink(missing_ok=True)
+        assert command(*SMALL, "task.output=out.jsonl", *words).code == 0
+        return json.loads(manifest.read_bytes())["settings"]["speculation.draft_top"]
+
+    def again(*words: str) -> int:
+        for folder in ("parts", "done"):
+            shutil.rmtree(f"out.jsonl.work/{folder}")
+            Path(f"out.jsonl.work/{folder}").mkdir()
+        Path("out.jsonl").unlink()
+        return command(*SMALL, "task.output=out.jsonl", *words).code
+
+    assert begun() is None
+    whole = Path("out.jsonl").read_bytes()
+    held = json.loads(manifest.read_bytes())
+    del held["settings"]["speculation.draft_top"]  # as versions before this setting wrote it
+    manifest.write_text(json.dumps(held))
+    assert again() == 0 and Path("out.jsonl").read_bytes() == whole
+    assert command(*SMALL, "task.output=out.jsonl", "speculation.draft_top=2").code == DATA
+
+    assert begun("speculation.draft_top=2") == 2
+    narrow = Path("out.jsonl").read_bytes()
+    assert narrow != whole, "other drafts, and so other texts of a seed"
+    assert again() == 0 and Path("out.jsonl").read_bytes() == narrow
+    assert command(*SMALL, "task.output=out.jsonl", "speculation.draft_top=3").code == DATA
 
 
 def test_rounds_are_prepared_once_the_k_that_a_job_keeps_is_known(

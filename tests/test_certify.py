@@ -40,6 +40,7 @@ from tests.rig import engine_of
 
 SURE = 1e-7  # false-alarm rate of a check in these tests
 VOCAB = 8
+TOP = 3  # of a draft's likeliest tokens
 PLAN = CertifyConf(
     samples=40, max_new_tokens=6, law_tokens=12, law_rounds=30, greedy_tokens=12, false_alarm=0.01,
     batch_size=16,
@@ -98,11 +99,12 @@ def test_every_planted_fault_of_the_rules_shows(mutant: Mutant, rounds: list[Rou
 def sampler(
     name: str, rule: Rule, draft: Any, watch: RoundObserver | None = None, *, target: Any = None, k: int = 3,
     rows: int = 16, ends: frozenset[int] = frozenset(), sampling: SamplingConfig | None = None,
+    top: int | None = None,
 ) -> Any:  # fmt: skip
     """Models behind the interface that certify judges: toys, or those given."""
     engine = engine_of(
         target or toy(VOCAB, 0, sharpness=0.8), draft, rule, sampling=sampling, ends=ends,
-        draws=watch.decisions.seed if watch else 11,
+        draws=watch.decisions.seed if watch else 11, top=top,
     )  # fmt: skip
     return EngineSampler(
         name=name,
@@ -117,14 +119,16 @@ def draft_model() -> CausalModel:
     return toy(VOCAB, 1, sharpness=0.8)
 
 
-def watched_sampler(rule: str, draft: Any = None, sampling: SamplingConfig | None = None) -> Any:
+def watched_sampler(
+    rule: str, draft: Any = None, sampling: SamplingConfig | None = None, top: int | None = None
+) -> Any:
     watch = RoundObserver(Decisions(rule=RULES[rule], seed=3), PLAN.law_rounds)
-    return sampler("ours", RULES[rule], draft or draft_model(), watch, rows=100, sampling=sampling)
+    return sampler("ours", RULES[rule], draft or draft_model(), watch, rows=100, sampling=sampling, top=top)
 
 
-def watched(rule: str, texts: int, draft: Any = None) -> Decisions:
+def watched(rule: str, texts: int, draft: Any = None, top: int | None = None) -> Decisions:
     """What is seen of so many texts of 30 tokens."""
-    subject = watched_sampler(rule, draft)
+    subject = watched_sampler(rule, draft, top=top)
     subject.texts([Prompt(f"{n}", (n % VOCAB, 1)) for n in range(texts)], 30)
     seen: Decisions = subject.watch.decisions
     return seen
@@ -149,8 +153,8 @@ SAMPLINGS = {
 }
 
 
-def law_check(rule: str = "block", controls: str = "plain") -> Check:
-    subject = watched_sampler(rule, sampling=SAMPLINGS[controls])
+def law_check(rule: str = "block", controls: str = "plain", top: int | None = None) -> Check:
+    subject = watched_sampler(rule, sampling=SAMPLINGS[controls], top=top)
     subject.texts([replace(prompt, id=f"{prompt.id} {n}") for prompt in PROMPTS for n in range(8)], 12)
     found = check_law(
         toy(VOCAB, 0, sharpness=0.8), RULES[rule], subject.watch.rounds,
@@ -184,8 +188,10 @@ def test_filters_are_those_of_a_plain_implementation(controls: str) -> None:
     assert found.figures["positions"] >= 20
 
 
-def decisions_check(rule: str, texts: int, level: float = SURE, draft: Any = None) -> Check:
-    return check_decisions(watched(rule, texts, draft), level)
+def decisions_check(
+    rule: str, texts: int, level: float = SURE, draft: Any = None, top: int | None = None
+) -> Check:
+    return check_decisions(watched(rule, texts, draft, top), level)
 
 
 @pytest.mark.parametrize(("rule", "draft"), [("token", 1), ("block", 1), ("block", 0)])
@@ -194,6 +200,15 @@ def test_decisions_are_the_rules_own(rule: str, draft: int) -> None:
     found = decisions_check(rule, 60, SURE, toy(VOCAB, draft, sharpness=0.8))
     assert found.outcome is Outcome.passed, found.says
     assert found.figures["decisions"] > 300
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_from_the_likeliest_tokens_are_certified(rule: str) -> None:
+    """They are drawn from what they declare, and the rule commits the target's distribution all the same."""
+    seen = watched(rule, 60, top=TOP)
+    found = check_decisions(seen, SURE), law_check(rule, top=TOP)
+    assert [check.outcome for check in found] == [Outcome.passed] * 2, [check.says for check in found]
+    assert seen.drafted > 300
 
 
 def lenient(decide: Any, *given: Any) -> Any:
@@ -210,6 +225,10 @@ def one_more(filtered: Any, probs: Any, k: int, p: float, least: float) -> Any:
 
 ANOTHER_TOKEN = Mutant("another token", NGRAMS, (), declares(lambda probs: probs.roll(1, -1)))
 LENIENT = Mutant("the engine is lenient", "speculative.verification:Rule.decide", (), lenient)
+CUT_OTHERWISE = [
+    MUTANTS[f"likeliest tokens: {fault}"]
+    for fault in ("drawn from, and all tokens declared", "declared, and drawn from all tokens")
+]
 SHOWN: list[tuple[Any, Callable[..., Check], tuple[Any, ...]]] = [
     (ANOTHER_TOKEN, decisions_check, ("block", 20, SURE, "ngram")),
     (MUTANTS["stale keys of rejected tokens"], law_check, ("block", "plain")),
@@ -221,6 +240,7 @@ SHOWN: list[tuple[Any, Callable[..., Check], tuple[Any, ...]]] = [
     (MUTANTS["temperature 0 as a small number"], filter_check, ("greedy",)),
     (LENIENT, decisions_check, ("block", 50)),
     (MUTANTS["one row's correction for all rows"], decisions_check, ("block", 50)),
+    *((fault, decisions_check, ("block", 60, SURE, None, TOP)) for fault in CUT_OTHERWISE),
     *((fault, filter_check, ("nucleus",)) for fault in FAULTS if fault.name.startswith("top-p")),
     *((fault, decisions_check, ("block", 400)) for fault in FAULTS if fault.check == "decisions"),
 ]

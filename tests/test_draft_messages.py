@@ -2,9 +2,11 @@
 
 import os
 import random
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config import ModelConf, OnDraftLoss, PlacementConf, RunConf
+from llama_ssp.distributed import draft_link
 from llama_ssp.distributed.comm import ALONE
-from llama_ssp.distributed.draft_link import Listener, connect
+from llama_ssp.distributed.draft_link import INTERFACE, Listener, connect, own_address
 from llama_ssp.distributed.draft_messages import NO_BYTES, DraftClient, DraftServer, Message, MessageKind
 from llama_ssp.distributed.roles import Roles
 from llama_ssp.errors import DistributedError, LostPeer
@@ -204,6 +207,78 @@ def test_a_proposal_about_another_text_is_never_used():
     state = State([Prompt("0", [1])], 8, torch.device("cpu"))
     proposal = RemoteDrafter(client, 8, 3, torch.float32).propose(state, (2,))
     assert proposal.count == (0,) and client.lost == "its drafts are for other texts"
+
+
+def test_a_reply_before_its_request_is_used_if_both_sides_find_that_it_is_the_one():
+    """By its number and its tags; else the draft replies, and what came before is forgotten."""
+    near, far = line()
+    client, server = DraftClient(link=near, patience_s=60.0), DraftServer(far, ALONE)
+
+    def asked(tags: list[int], is_replied: bool, more: int = 0) -> list[int]:
+        for number in range(more):  # requests that no reply follows
+            client.broadcast_ints([number])
+            server.broadcast_ints([])
+        client.broadcast_ints([9])
+        server.broadcast_ints([])
+        assert server.has_replied(tags) == is_replied
+        if not is_replied:
+            server.send_reply([*tags, 0])
+        reply = client.reply(tags)
+        assert reply is not None
+        return reply.values
+
+    assert asked([4], is_replied=False) == [4, 0] and client.early == 0
+    server.send_early([5], [1], NO_BYTES)
+    assert asked([5], is_replied=True) == [5, 1] and client.early == 1
+    assert asked([5], is_replied=False) == [5, 0], "it is the reply to one request alone"
+    server.send_early([6], [1], NO_BYTES)
+    assert asked([7], is_replied=False) == [7, 0]
+    server.send_early([8], [1], NO_BYTES)
+    assert asked([8], is_replied=False, more=1) == [8, 0], "another request came first"
+    assert client.early == 1 and client.discarded == 0
+
+    # It may also arrive after the request was sent, and is no acknowledgement of that.
+    client.broadcast_ints([9])
+    server.send_early([3], [2], bytes_of(b"laws"))
+    reply = client.reply([3])
+    assert reply is not None and (reply.values, raw(reply.payload)) == ([3, 2], b"laws")
+    assert client._acknowledged < client._number
+    server.broadcast_ints([])
+    assert server.has_replied([3])
+    client.flush()
+    assert client.lost is None
+
+
+def test_a_link_is_over_the_interface_that_is_chosen(monkeypatch: pytest.MonkeyPatch):
+    """As gloo: both ends have the address of the interface that GLOO_SOCKET_IFNAME names."""
+    for chosen in ("lo", "lo,eth9"):
+        monkeypatch.setenv(INTERFACE, chosen)
+        assert own_address() == "127.0.0.1"
+    near, far = line()
+    for end in (near, far):
+        held = socket.socket(fileno=os.dup(end._connection.fileno()))
+        assert held.getsockname()[0] == held.getpeername()[0] == "127.0.0.1"
+        held.close()
+
+    monkeypatch.setenv(INTERFACE, "no-such-one")
+    with pytest.raises(DistributedError, match=f"{INTERFACE}.*no-such-one.*allowed .*lo"):
+        own_address()
+    monkeypatch.delenv(INTERFACE)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert own_address() == "127.0.0.1"
+
+
+def test_an_interface_with_an_ipv6_address_alone_has_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "fe800000000000000000000000000001 07 40 20 80     ib7\n"
+        "fd000000000000000000000000000002 07 40 00 80     ib7\n",
+        encoding="ascii",
+    )
+    monkeypatch.setattr(draft_link, "IPV6_TABLE", table)
+    assert draft_link.address_of("ib7") == "fd00::2"
+    with pytest.raises(DistributedError):
+        draft_link.address_of("ib8")
 
 
 def test_a_draft_that_went_is_noticed_at_once():

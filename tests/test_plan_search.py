@@ -29,6 +29,7 @@ from llama_ssp.planner.plan import make_plan, worlds_of
 from llama_ssp.planner.search import (
     Option,
     PlanRequest,
+    draft_bytes,
     messages,
     option,
     placements,
@@ -161,6 +162,21 @@ def test_probabilities_of_a_draft_apart_are_waited_for() -> None:
         for overlap in (Overlap.ahead, Overlap.off):
             waits = [replace(one, overlap=overlap).round_s(k, 0.8) for one in (times, free)]
             assert waits[0] - waits[1] == pytest.approx(k * times.sending), overlap
+
+
+def test_a_draft_apart_sends_its_likeliest_tokens_alone() -> None:
+    """Half a KiB a draft, and the leader waits for that much less; of a small vocabulary all is sent."""
+    assert [draft_bytes(128_256), draft_bytes(128_256, 64), draft_bytes(100, 64)] == [513_024, 512, 400]
+    on = request("llama3.1-70b", "llama3.1-8b", H100, rows=8)
+    few, whole = (
+        round_times(one, named("target 0-3, draft 4 (own)", 5)) for one in (replace(on, draft_top=64), on)
+    )
+    assert few.sending == pytest.approx(whole.sending * 512 / 513_024)
+    assert (few.draft, few.verify) == (whole.draft, whole.verify)
+    pair = ("model=llama3.1-70b", "draft=llama3.1-8b", "cluster=dgx_h100")
+    run = composed([*pair, "speculation.draft_top=64"])
+    planned = plannable(PairFiles(run, None, None))
+    assert planned is not None and planned.draft_top == 64
 
 
 def test_speed_up_is_over_the_best_regular_run() -> None:

@@ -62,13 +62,18 @@ def by_law(target: Any, laws: DraftLaws, rule: str, k: int, room: int | None) ->
 # Sampled: every branch of the real loop.
 
 
-def laws_of_text(target: Any, draft: Any, text: tuple[int, ...], prompt: Prompt, k: int, how: Any) -> Any:
+def laws_of_text(
+    target: Any, draft: Any, text: tuple[int, ...], prompt: Prompt, k: int, how: Any, top: int | None = None
+) -> Any:
     """The target's log-probabilities of a text, and the draft's by one pass, under the same controls."""
     state = State([prompt], len(prompt.token_ids) + len(text), CPU)
     state.append({0: list(text)})
     places = [[len(prompt.token_ids) + number for number in range(len(text))]]
     transform = SamplingTransform(how, (), target.vocab)
-    found = [token_laws(ModelRunner(model), state, places, state, transform)[0] for model in (target, draft)]
+    found = [
+        token_laws(ModelRunner(model), state, places, state, transform, top=of_model)[0]
+        for model, of_model in ((target, None), (draft, top))
+    ]
     target_T, draft_T = (np.array([law.logprob for law in laws]) for laws in found)
     return target_T, DraftLaws(windows(draft_T, k), np.full(len(text), 99))
 
@@ -77,7 +82,9 @@ CONTROLS = {
     "plain": SamplingConfig(),
     "filters": SamplingConfig(temperature=2.0, top_k=2, top_p=0.95),
     "penalties": SamplingConfig(frequency_penalty=0.5, repetition_penalty=1.3),
+    "likeliest": SamplingConfig(temperature=2.0),
 }
+TOPS = {"likeliest": 2}  # by controls: from how many of its likeliest tokens the draft draws
 
 
 OVERLAPPING = "overlapping"  # two tokenizers
@@ -96,12 +103,13 @@ def pair_of(drafter: str, seed: int = 2) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def asked_at_each(
-    drafter: str, text: tuple[int, ...], prompt: Prompt, k: int, how: Any, seed: int = 2
-) -> DraftLaws:
+    drafter: str, text: tuple[int, ...], prompt: Prompt, k: int, how: Any, seed: int = 2,
+    top: int | None = None,
+) -> DraftLaws:  # fmt: skip
     """The drafter's laws, asked at each token of a text."""
     target, draft, given = pair_of(drafter, seed)
     draws = TextDraws(0, texts=[[*prompt.token_ids, *text]])
-    engine = engine_of(target, draft, draws=draws, sampling=how, **given)
+    engine = engine_of(target, draft, draws=draws, sampling=how, top=top, **given)
     reads = engine.target if drafter in HEADS else None
     state = State([prompt], len(prompt.token_ids) + len(text) + k, CPU)
     (laws,) = laws_by_start(engine.drafter, reads, state, [text], k)
@@ -109,6 +117,7 @@ def asked_at_each(
 
 
 CASES = [("model", name) for name in CONTROLS] + [(name, "plain") for name in (*HEADS, "ngram", OVERLAPPING)]
+CASES += [("head", "likeliest"), (OVERLAPPING, "likeliest")]
 
 
 @pytest.mark.parametrize(("drafter", "controls"), CASES)
@@ -116,9 +125,10 @@ CASES = [("model", name) for name in CONTROLS] + [(name, "plain") for name in (*
 def test_rounds_of_sampled_texts_are_those_of_every_branch(rule: str, drafter: str, controls: str) -> None:
     target, draft, given = pair_of(drafter)
     prompt, new, k, how = Prompt("p", (1, 0)), 3, 2, CONTROLS[controls]
+    top = TOPS.get(controls)
 
     def play(draws: Any) -> tuple[tuple[int, ...], int]:
-        engine = engine_of(target, draft, rule, draws=draws, sampling=how, **given)
+        engine = engine_of(target, draft, rule, draws=draws, sampling=how, top=top, **given)
         state, steps = steps_of(engine, [prompt], new, k)
         return tuple(state.generated(0)), len(steps)
 
@@ -134,14 +144,17 @@ def test_rounds_of_sampled_texts_are_those_of_every_branch(rule: str, drafter: s
         target_T, laws = laws_of_text(target, target, text, prompt, k, how)
         assert np.exp(target_T.sum()) == pytest.approx(weight, abs=1e-9)
         if drafter == "model":
-            _, laws = laws_of_text(target, draft, text, prompt, k, how)
+            _, laws = laws_of_text(target, draft, text, prompt, k, how, top)
         else:
-            laws = asked_at_each(drafter, text, prompt, k, how)
+            laws = asked_at_each(drafter, text, prompt, k, how, top=top)
         found = by_law(target_T, laws, rule, k, new).rounds
         assert found == pytest.approx(rounds[text] / weight, abs=1e-6 if drafter in HEADS else 1e-9)
 
-        # Control: the laws of another drafter.
-        wrong = asked_at_each("ngram" if drafter in HEADS else "model", text, prompt, k, how, seed=5)
+        # Control: the laws of another drafter, or of one that draws from all tokens.
+        if drafter == "model" and top is not None:
+            _, wrong = laws_of_text(target, draft, text, prompt, k, how)
+        else:
+            wrong = asked_at_each("ngram" if drafter in HEADS else "model", text, prompt, k, how, seed=5)
         other += abs(by_law(target_T, wrong, rule, k, new).rounds - rounds[text] / weight) > 1e-3
     assert other > 3
 

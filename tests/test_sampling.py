@@ -1,5 +1,8 @@
 """The vectorised distribution against the plain one, and what must hold for every law."""
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 
 from llama_ssp.config import SamplingConfig
 from llama_ssp.speculative import sampling as shipped
+from llama_ssp.speculative.array_ops import HEAP
 from llama_ssp.speculative.sampling import Prefix, SamplingTransform, has_nan
 from tests.proofs.reference import reference_law
 
@@ -223,3 +227,56 @@ def test_only_damaged_logits_are_marked(sampling, bad):
     transform = SamplingTransform(sampling, (5,), VOCAB)(logits, prefix)
     assert has_nan(transform).nonzero().tolist() == [[1, 2]]
     assert torch.equal(transform.isnan(), has_nan(transform)[..., None].expand_as(transform))
+
+
+def plain_likeliest(probs: list[Fraction], count: int) -> list[Fraction]:
+    """The law over the first `count` tokens in the order of probability, then id."""
+    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+    kept = set(order[:count])
+    whole = sum(probs[token] for token in kept)
+    return [share / whole if token in kept else Fraction(0) for token, share in enumerate(probs)]
+
+
+@quiet
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12).filter(any), st.integers(1, 13))
+def test_the_likeliest_tokens_are_those_of_a_plain_order(parts: list[int], count: int):
+    """In fractions, number by number, with many ties and zeros; the same tokens in fp32 and fp64."""
+    exact = [Fraction(part, sum(parts)) for part in parts]
+    wanted = plain_likeliest(exact, count)
+    assert shipped.likeliest(np.array([exact], dtype=object), count).tolist() == [wanted]
+    for dtype in (torch.float32, torch.float64):
+        found = shipped.likeliest(torch.tensor([[*map(float, exact)]], dtype=dtype), count)[0]
+        assert found.double().tolist() == pytest.approx([*map(float, wanted)], abs=1e-6)
+        assert (found > 0).tolist() == [share > 0 for share in wanted]
+
+
+def test_of_tied_tokens_those_with_lower_ids_are_the_likeliest():
+    """Never more than that many: the message of a draft apart has so many places."""
+    flat = torch.full((2, 3, 8), 1 / 8)
+    found = shipped.likeliest(flat, 4)
+    assert torch.equal(found[..., :4], torch.full((2, 3, 4), 1 / 4)) and not found[..., 4:].any()
+    mixed = torch.tensor([[0.1, 0.3, 0.1, 0.3, 0.1, 0.1]])
+    assert (shipped.likeliest(mixed, 3) > 0).tolist() == [[True, True, False, True, False, False]]
+
+
+def test_what_has_no_more_tokens_stays_as_it_is():
+    probs = torch.rand(2, 5)
+    assert shipped.likeliest(probs, None) is probs and shipped.likeliest(probs, 5) is probs
+    certain = shipped.one_hot(torch.tensor([2, 4]), probs)
+    assert torch.equal(shipped.likeliest(certain, 3), certain), "a greedy draft has one token"
+    damaged = probs.clone()
+    damaged[1] = torch.nan
+    found = shipped.likeliest(damaged, 3)
+    assert found[1].isnan().all() and torch.equal(found[0], shipped.likeliest(probs, 3)[0])
+
+
+@pytest.mark.parametrize("wide", [600, 5000])
+def test_more_likeliest_tokens_than_a_heap_takes(wide: int):
+    """On a CPU others are found by another way (array_ops.HEAP)."""
+    logits = torch.randn(3, wide, generator=torch.Generator().manual_seed(1))
+    probs = logits.softmax(-1)
+    for count in (HEAP, HEAP + 1, wide - 1):
+        found = shipped.likeliest(probs, count)
+        order = probs.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        kept = torch.zeros_like(probs).scatter_(1, order, 1.0) * probs
+        assert torch.equal(found, kept / kept.sum(-1, keepdim=True))

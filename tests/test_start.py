@@ -379,6 +379,20 @@ def test_who_decides_k(task: str, words: list[str], who: Why) -> None:
     assert decision.drafts.why is who
 
 
+def test_what_a_draft_draws_from_is_said_with_who_decided_it() -> None:
+    pair = ("model=llama3.1-70b", "draft=llama3.2-1b", "cluster=dgx_h100")
+    for words, said in (
+        ([], ("all tokens", "default")),
+        (["speculation.draft_top=64"], ("its likeliest 64", "asked")),
+        (["speculation=ngram", "draft=none"], None),
+    ):
+        _, decision = decide(PairFiles(composed([*pair, *words]), None, None), worlds_of(8))
+        lines = {what: (value, who) for what, value, who in decision.lines()}
+        assert lines.get("drafted from") == said
+        top = 64 if said == ("its likeliest 64", "asked") else None
+        assert decision.document()["drafts"]["draft_top"] == top
+
+
 def test_a_run_keeps_its_decisions(command: Command, tmp_path: Path) -> None:
     """Before it loads, so that a run that dies has them."""
     run_folder = command("task=generate", "prompt=a", "max_new_tokens=4", f"out={tmp_path}").summary

@@ -446,6 +446,12 @@ class SpeculationConfig:
         "The time of a draft step over a target step; null measures it, and in eval and certify it is the "
         "plan's; where neither can be, it is 0.1.",
     )
+    draft_top: int | None = number(
+        None,
+        1,
+        MAX_INT,
+        "A draft model or head draws from its N likeliest tokens alone, and declares that; null is all.",
+    )
     ngram_min: int = number(1, 1, 32, "Tokens of the shortest n-gram that is looked up.")
     ngram_max: int = number(4, 1, 32, "Tokens of the longest n-gram that is looked up.")
     bridge: Bridging = key(

@@ -58,6 +58,7 @@ class SettingsByName(TypedDict, total=False):
     adaptive: bool | None
     k_max: SupportsIndex | None
     cost_ratio: SupportsFloat | None
+    draft_top: SupportsIndex | None
     ngram_min: SupportsIndex | None
     ngram_max: SupportsIndex | None
     bridge: str | None

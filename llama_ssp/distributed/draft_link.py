@@ -8,6 +8,7 @@ has them into the memory where the other wants them; nothing is joined, cut or c
 """
 
 import contextlib
+import fcntl
 import math
 import os
 import secrets
@@ -16,6 +17,7 @@ import socket
 import struct
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +27,13 @@ from llama_ssp.errors import DistributedError, LostPeer
 SIZE = struct.Struct("<Q")  # comes before each frame: how many bytes it has
 MOST = 1024  # bytes of the first frame, from an end that may be anybody
 LOOPBACK = "127.0.0.1"
+INTERFACE = "GLOO_SOCKET_IFNAME"  # chooses the network of gloo, and of these connections
+# Linux's request for the IPv4 address of an interface, and its sizes; and where the IPv6 ones are.
+SIOCGIFADDR = 0x8915
+IF_REQUEST = 40
+IF_NAME = 16
+IPV6_TABLE = Path("/proc/net/if_inet6")
+LINK_LOCAL = "20"  # the scope of addresses that hold on one link alone
 
 
 class Link:
@@ -109,7 +118,7 @@ class Listener:
     """The end that accepts the connection; it knows the other end by a secret."""
 
     def __init__(self) -> None:
-        self.host = address_towards_leader()
+        self.host = own_address()
         self.secret = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
@@ -138,17 +147,24 @@ class Listener:
 
 
 def connect(host: str, port: int, secret: str, patience_s: float) -> Link:
-    """Returns the connection to the Listener there."""
+    """Returns the connection to the Listener there, from the interface that INTERFACE names, if it does."""
+    source = (own_address(), 0) if chosen_interface() else None
     try:
-        link = Link(socket.create_connection((host, port), patience_s), patience_s)
+        link = Link(socket.create_connection((host, port), patience_s, source), patience_s)
         link.send(secret.encode())
     except (OSError, LostPeer) as error:
         raise _unreachable(host, error) from error
     return link
 
 
-def address_towards_leader() -> str:
-    """This rank's address on the route to the rendezvous: the leader is there, and can connect to it."""
+def own_address() -> str:
+    """Returns this rank's address for connections: that of the interface which INTERFACE names, as for gloo.
+
+    Else it is that on the route to the rendezvous: the leader is there, and can connect to it. Raises
+    DistributedError for an interface that is not there, or has no address.
+    """
+    if interface := chosen_interface():
+        return address_of(interface)
     try:
         route = socket.getaddrinfo(os.environ.get("MASTER_ADDR", LOOPBACK), 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(route[0], socket.SOCK_DGRAM) as probe:
@@ -156,6 +172,34 @@ def address_towards_leader() -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return LOOPBACK
+
+
+def chosen_interface() -> str:
+    """Returns the first network interface that INTERFACE names; empty if it names none."""
+    return os.environ.get(INTERFACE, "").split(",")[0].strip()
+
+
+def address_of(interface: str) -> str:
+    """Returns the address of a network interface, an IPv4 one if there is one. Raises DistributedError."""
+    name = struct.pack(f"{IF_REQUEST}s", interface.encode()[: IF_NAME - 1])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # | name, IF_NAME bytes | family, 2 | port, 2 | address, 4 |
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, name)
+        return socket.inet_ntoa(answer[IF_NAME + 4 : IF_NAME + 8])
+
+    # A line for each address: its digits, the interface's number, the prefix, the scope, flags, and the name.
+    with contextlib.suppress(OSError):
+        for line in IPV6_TABLE.read_text("ascii").splitlines():
+            digits, _, _, scope, _, of_interface = line.split()
+            if of_interface == interface and scope != LINK_LOCAL:
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    raise DistributedError(
+        "a network interface has no address",
+        where=INTERFACE,
+        found=interface,
+        allowed=", ".join(name for _, name in socket.if_nameindex()),
+        fix="name the one by which the nodes reach each other, on each node its own",
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -3,13 +3,17 @@
 A link delivers each frame whole, once and in order, or the link is lost (draft_link.py). Requests are
 numbered. The draft acknowledges each request when it reads it, and a reply has the number of its request. The
 leader discards and counts replies to earlier requests, for which it did not wait.
+
+A reply may be sent before its request, by a draft that guesses it. It begins with tags, which say what it is
+for. When the request comes, both sides know the tags that its reply has to have: if they are those of what
+was sent, that is the reply, and no other is sent; if not, the draft replies as usual. Nobody has to be told.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -31,6 +35,7 @@ class MessageKind(IntEnum):
     ACK = 2
     REPLY = 3
     DISMISS = 4  # no request will follow: the leader goes on alone
+    EARLY = 5  # a reply to the next request, sent before it
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +78,11 @@ class DraftClient(LeaderChannel):
     lost: str | None = None
     loss_logged: bool = False
     discarded: int = 0  # replies to earlier requests
+    early: int = 0  # replies that were sent before their requests, and used
     _number: int = 0  # of the last request
     _acknowledged: int = 0  # the last request that the draft took up
     _reply: Message | None = None
+    _early: Message | None = None  # the last one that was sent before its request
 
     def broadcast_ints(self, values: list[int]) -> list[int]:
         """Sends a request; returns at once."""
@@ -90,13 +97,22 @@ class DraftClient(LeaderChannel):
                 self.give_up(str(lost))
         return values
 
-    def reply(self, pinned: bool = False) -> Message | None:
+    def reply(self, tags: Sequence[int] = (), pinned: bool = False) -> Message | None:
         """Waits for the reply to the last request; None if the link is lost.
 
-        `pinned` says that the payload is for a GPU.
+        `tags` are those that it has to have, and `pinned` says that the payload is for a GPU.
         """
-        self._wait(lambda: self._reply is not None, pinned)
+        self._wait(lambda: self._reply is not None or self._came_early(tags), pinned)
+        if self.lost is None and self._came_early(tags):
+            self.early += 1
+            self._reply = self._early
+            self._early = None
         return self._reply
+
+    def _came_early(self, tags: Sequence[int]) -> bool:
+        """Returns whether the last request needs no further reply (`DraftServer.has_replied`)."""
+        early = self._early
+        return early is not None and early.number == self._number and early.values[: len(tags)] == [*tags]
 
     def flush(self) -> None:
         """Waits until the draft has taken up every request."""
@@ -128,6 +144,9 @@ class DraftClient(LeaderChannel):
         if frame is None:
             return False
         message = Message.unpack(frame)
+        if message.kind is MessageKind.EARLY:
+            self._early = message
+            return True
         self._acknowledged = message.number
         if message.kind is MessageKind.REPLY and message.number == self._number:
             self._reply = message
@@ -147,6 +166,7 @@ class DraftServer(LeaderChannel):
     group: Ranks
     waited_s: float = 0.0
     _number: int = 0  # of the last request
+    _early: tuple[int, list[int]] | None = None  # of what was sent before its request: its number, and tags
 
     def has_request(self) -> bool:
         """Returns whether the next request has come, or none will; does not wait."""
@@ -169,3 +189,13 @@ class DraftServer(LeaderChannel):
         """Sends the reply to the last request. The payload is bytes on the host."""
         reply = Message(MessageKind.REPLY, self._number, values, payload)
         self.link.send(reply.head(), reply.payload)
+
+    def send_early(self, tags: list[int], values: list[int], payload: Tensor) -> None:
+        """Sends what is the reply to the next request if that is for these tags."""
+        self._early = self._number + 1, tags
+        early = Message(MessageKind.EARLY, self._number + 1, [*tags, *values], payload)
+        self.link.send(early.head(), early.payload)
+
+    def has_replied(self, tags: list[int]) -> bool:
+        """Returns whether the last request, which is for these tags, was replied to before it came."""
+        return self._early == (self._number, tags)

@@ -383,7 +383,8 @@ def engine_for(
     target = ModelRunner(pair.target, pair.prefill_chunk, rewinds) if pair.target else None
     bridge = tokens.paired.bridge if tokens.paired else None
     wide = torch.promote_types((pair.target or first).dtype, torch.float32)
-    sampler = Sampler(transform, CounterDraws(seed, first.replay), wide)
+    draws = CounterDraws(seed, first.replay)
+    sampler = Sampler(transform, draws, wide, top=run.speculation.draft_top)
     drafter = _drafter(pair, run, sampler, target, bridge, make_drafter)
     if not run.has_draft_model and not roles.drafts_apart:
         roles = replace(roles, drafting=None)

@@ -84,7 +84,7 @@ def draft_laws(
     run = spec.run
     if run.drafts_from_text:
         draws = TextDraws(0)
-        sampler = Sampler(transform_of(spec, tokens), draws)
+        sampler = _sampler_of(spec, tokens, draws)
         drafter = TEXT_DRAFTERS[run.speculation.drafter](run.speculation, sampler)
         name = run.speculation.drafter.value
         return _by_start(name, drafter, None, draws, texts, k, torch.device("cpu"))
@@ -99,6 +99,11 @@ def transform_of(spec: PairSpec, tokens: Tokens) -> SamplingTransform:
     run = spec.run
     ends = () if run.task.ignore_eos else tuple(sorted(tokens.end_ids))
     return SamplingTransform(run.sampling, ends, min(run.model.vocab, tokens.size))
+
+
+def _sampler_of(spec: PairSpec, tokens: Tokens, draws: TextDraws) -> Sampler:
+    """Returns what a drafter draws by that is asked at each token."""
+    return Sampler(transform_of(spec, tokens), draws, top=spec.run.speculation.draft_top)
 
 
 def match_of(spec: PairSpec, tokens: Tokens) -> Diagnosis | None:
@@ -123,6 +128,7 @@ def _of_model(
     """Returns a draft model's laws, by one pass."""
     match = match_of(spec, tokens)
     transform = transform_of(spec, tokens)
+    top = spec.run.speculation.draft_top
     laws: list[DraftLaws | None] = [None] * len(texts)
     with _alone(spec, DRAFT, texts, ranks) as model:
         runner = ModelRunner(model)
@@ -141,10 +147,10 @@ def _of_model(
             ]
             if bridged is None:
                 fed = _cut(state, model)
-                of_batch = token_laws(runner, fed, _places(batch, model.context), state, transform)
+                of_batch = token_laws(runner, fed, _places(batch, model.context), state, transform, top=top)
             else:
                 fed, places, reaches = bridged.translated(batch, k)
-                of_batch = token_laws(runner, fed, places, state, transform, bridged.in_target)
+                of_batch = token_laws(runner, fed, places, state, transform, bridged.in_target, top)
             for number, of_text, of_start in zip(numbers, of_batch, reaches, strict=True):
                 logprob_T = np.array([law.logprob for law in of_text])
                 laws[number] = DraftLaws(windows(logprob_T, k), np.array(of_start))
@@ -200,7 +206,7 @@ def _of_head(
     assert models.target is not None and models.head is not None
     draws = TextDraws(0)
     runner = ModelRunner(models.target, models.prefill_chunk, k)
-    drafter = head_drafter(models.head, runner, Sampler(transform_of(spec, tokens), draws))
+    drafter = head_drafter(models.head, runner, _sampler_of(spec, tokens, draws))
     laws = _by_start(f"head {models.head.name}", drafter, runner, draws, texts, k, models.target.device)
     del models, runner, drafter
     pair.close()

@@ -31,6 +31,7 @@ def curve_of(run: RunConf, name: str, k: int | None) -> AcceptanceCurve:
         entries = list[dict[str, Any]](summary["acceptance"])
         known = {(entry["drafter"], entry["rule"]): entry["curve"] for entry in entries}
         drawn_by = {(entry["drafter"], entry["rule"]): entry.get("sampling") or {} for entry in entries}
+        tops = {(entry["drafter"], entry["rule"]): entry.get("draft_top") for entry in entries}
         target = summary["target"]
         is_theirs = (summary.get("replay") or {}).get("drawn_from_target")
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -57,6 +58,13 @@ def curve_of(run: RunConf, name: str, k: int | None) -> AcceptanceCurve:
                 used[setting],
                 value,
             )
+    top = tops[run.drafter_name, rule]
+    if top != run.speculation.draft_top:
+        log.warning(
+            "what is accepted was measured with speculation.draft_top=%s, and this plan is of %s",
+            "null" if top is None else top,
+            "null" if run.speculation.draft_top is None else run.speculation.draft_top,
+        )
     curve = AcceptanceCurve((1.0, *_tokens(known[run.drafter_name, rule], path)), name)
     if k is not None and k > curve.k_max:
         raise DataError(

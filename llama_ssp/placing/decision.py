@@ -17,6 +17,7 @@ from llama_ssp.config import (
     USUAL_CHUNK,
     USUAL_K,
     DraftSeat,
+    Drafting,
     Dtype,
     GenerateConf,
     PlacementConf,
@@ -74,14 +75,31 @@ class RunDecision:
         spec = self.drafts.value
         k = f"adaptive, up to {spec.longest}" if spec.fixed_k is None else str(spec.fixed_k)
         yield "K", k, self.drafts.why
+        if spec.drafter is Drafting.model and spec.may_draft:
+            source, why = self._drafted_from()
+            yield "drafted from", source, why
         yield "rows", "by the prompts" if self.rows.value is None else str(self.rows.value), self.rows.why
         chunk = "by the free memory" if self.chunk.value is None else str(self.chunk.value)
         yield "prompt chunk", chunk, self.chunk.why
 
+    def _drafted_from(self) -> tuple[str, Why]:
+        """Returns from which of its tokens a draft draws, and who decided it."""
+        top = self.drafts.value.draft_top
+        source = "all tokens" if top is None else f"its likeliest {top}"
+        if self.drafts.why is Why.kept:
+            return source, Why.kept
+        return source, Why.default if top is None else Why.asked
+
     def document(self) -> dict[str, Any]:
         """Returns the decision as JSON, for the run folder."""
         spec = self.drafts.value
-        drafts = {"k": spec.k, "adaptive": spec.adaptive, "k_max": spec.k_max, "cost_ratio": spec.cost_ratio}
+        drafts = {
+            "k": spec.k,
+            "adaptive": spec.adaptive,
+            "k_max": spec.k_max,
+            "cost_ratio": spec.cost_ratio,
+            "draft_top": spec.draft_top,
+        }
         return {
             "ranks": _plain(self.ranks),
             "placement": {**_plain(self.placement), "value": self.placement.value.in_words()},

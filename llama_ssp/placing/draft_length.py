@@ -21,7 +21,7 @@ from typing import Any
 from llama_ssp.config import MAX_COST_RATIO, NGRAM_K, USUAL_K, RunConf, SpeculationConfig
 from llama_ssp.planner.search import Option
 
-KEPT = ("k", "cost_ratio", "adaptive")  # of speculation: what a job keeps, and what the leader tells ranks
+KEPT = ("k", "cost_ratio", "adaptive")  # of speculation: what is decided, and what the leader tells ranks
 
 
 class Why(StrEnum):
@@ -90,8 +90,8 @@ def asked_k(run: RunConf) -> int | None:
 
 def kept_of_job(spec: SpeculationConfig, settings: Mapping[str, Any]) -> SpeculationConfig:
     """Returns the speculation of a job's `settings` where the user has left it open now."""
-    given = {"k": spec.k, "cost_ratio": spec.cost_ratio, "adaptive": spec.k}
-    kept = {name: settings.get(f"speculation.{name}") for name in KEPT if given[name] is None}
+    given = {"k": spec.k, "cost_ratio": spec.cost_ratio, "adaptive": spec.k, "draft_top": spec.draft_top}
+    kept = {name: settings.get(f"speculation.{name}") for name, value in given.items() if value is None}
     return replace(spec, **{name: value for name, value in kept.items() if value is not None})
 
 

@@ -18,7 +18,7 @@ from llama_ssp.planner.advice import advice
 from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory, communicators
 from llama_ssp.planner.memory import SEGMENTS
 from llama_ssp.planner.plan import worlds_of
-from llama_ssp.planner.search import PROB_BYTES, Option, PlanRequest, option, round_times, warnings_of_codes
+from llama_ssp.planner.search import Option, PlanRequest, draft_bytes, option, round_times, warnings_of_codes
 from llama_ssp.planner.speed import RoundTimes
 from llama_ssp.planner.storage import WEIGHTS
 from llama_ssp.planner.weights import CACHE, ModelPart, tensors
@@ -139,7 +139,8 @@ def require_host(prediction: Prediction, ranks: int, free: int) -> None:
     staged = 2 * max(size for part, dtype in parts for _, size, _ in tensors(part, dtype))
     needed = ranks * (HOST_BYTES + staged)
     if place.draft_apart:
-        needed += 3 * PROB_BYTES * request.work.rows * prediction.option.k * request.target.model.vocab
+        law = draft_bytes(request.target.model.vocab, request.draft_top)
+        needed += 3 * request.work.rows * prediction.option.k * law
     if needed > free:
         raise MemoryFull(
             "the memory of the host is short",

@@ -176,6 +176,7 @@ def request_of(run: RunConf, known: Known = USUAL) -> PlanRequest:
         k_max=k_max,
         text_drafts=run.drafts_from_text,
         overlap=spec.overlap,
+        draft_top=spec.draft_top,
         steps=step_rule(run.engine, tokens_generated(run), machine.is_cpu),
         k=None if spec.adaptive else asked,
         least_chunk=USUAL_CHUNK if task.prefill_chunk is None else None,

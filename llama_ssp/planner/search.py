@@ -37,7 +37,9 @@ from llama_ssp.speculative.draft_length import AcceptanceCurve, PairAcceptance
 
 MOST_RANKS = 4096  # of a plan; placement.draft_degree has the same bound
 MANY_RANKS = 256  # over more of them a draft is split over powers of two only
-PROB_BYTES = 4  # of a probability that is sent to the leader
+# Of a probability that is sent to the leader; of its token, where few of them are sent.
+PROB_BYTES = 4
+ID_BYTES = 4
 # Of what an eager step takes on a CPU, besides reading weights and arithmetic, a compiled one takes this
 # share (bench/plan_speed.py engine=compiled).
 COMPILED_SHARE = 0.25
@@ -49,8 +51,9 @@ NOTABLE = 0.05  # by how much a step must be slower to be named
 class PlanRequest:
     """What is planned. `text_drafts`: tokens are drafted by n-gram lookup, without a model.
 
-    `bridged`: the draft has another tokenizer. `k` is the K that will run; None: the best. Prompts are read
-    in chunks of `least_chunk` where the work does not fit; None: in those of the work.
+    `bridged`: the draft has another tokenizer. `draft_top` is that of the run. `k` is the K that will run;
+    None: the best. Prompts are read in chunks of `least_chunk` where the work does not fit; None: in those of
+    the work.
     """
 
     machine: Machine
@@ -63,6 +66,7 @@ class PlanRequest:
     overlap: Overlap = Overlap.auto
     steps: StepRule = ALL_COMPILED
     bridged: bool = False
+    draft_top: int | None = None
     k: int | None = None
     least_chunk: int | None = None
     is_acceptance_assumed: bool = False
@@ -356,7 +360,7 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
         else:
             step += forward
         if placement.draft_apart:
-            sending = probs * PROB_BYTES / HOST_BYTES_PER_S
+            sending = rows * draft_bytes(cost.vocab, request.draft_top) / HOST_BYTES_PER_S
             if placement.draft_degree > 1:  # its first rank tells the others of each pass (drafters/ahead.py)
                 step += times.message
 
@@ -393,6 +397,16 @@ def messages(placement: Placement, k: int) -> int:
     to_target = len(placement.target) > 1
     to_draft = placement.draft not in ((), (LEADER,))
     return sum((to_target, to_draft, placement.draft_apart and k > 0))
+
+
+def draft_bytes(vocab: int, top: int | None = None) -> int:
+    """Returns the bytes of the probabilities of one draft, which a draft on ranks of its own sends.
+
+    `top` is speculation.draft_top. Few are sent with their tokens, unless that takes more
+    (speculative/drafters/remote.py).
+    """
+    whole = vocab * PROB_BYTES
+    return whole if top is None else min(whole, top * (PROB_BYTES + ID_BYTES))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -330,8 +330,8 @@ class RoundTimes:
     def _ahead_s(self, k: int, acceptance: PairAcceptance) -> float:
         """Counts the guess and K drafts while the target verifies; K drafts more where the guess was wrong.
 
-        A request that arrives before they are done waits for the end of a pass, half a pass on average. The
-        drafts are sent when the leader requests them, and not before.
+        A request that arrives before they are done waits for the end of a pass, half a pass on average.
+        Sending counts in each round: what is sent before its request is small.
         """
         ahead = (k + 1) * self.draft
         verify = self.verify[k]

@@ -81,6 +81,7 @@ def of_run(run: RunConf, counts: Counts) -> list[dict[str, Any]]:
             "texts": counts.finished.total(),
             "tokens": counts.committed,
             "sampling": asdict(run.sampling.controls),
+            "draft_top": run.speculation.draft_top,
             "curve": curve,
         }
     ]

@@ -268,6 +268,25 @@ def filtered(probs: Array, top_k: int, top_p: float, min_p: float) -> Array:
     return probs
 
 
+def likeliest(probs: Array, count: int | None) -> Array:
+    """Returns the probabilities of the `count` likeliest tokens alone, renormalised; of all with None.
+
+    It makes the law that a draft is drawn from and declares (`speculation.draft_top`). Of tokens that tie at
+    the last place those with lower ids are kept: so every device keeps the same ones, and never more than
+    `count`. (Filters keep tied tokens together: the target's law must not depend on the order of tokens.)
+    """
+    if count is None or count >= probs.shape[-1]:
+        return probs
+
+    edge = greatest(probs, count)[..., -1:]  # the probability of the last place
+    above = probs > edge
+    kept = probs == edge
+    kept = kept & (kept.cumsum(-1) <= count - above.sum(-1, keepdims=True))  # the first of the tied ones
+
+    cut = where(kept | above, probs, 0)
+    return cut / cut.sum(-1, keepdims=True)  # NaN where the probabilities are
+
+
 def _nucleus_edge(probs: Array, top_p: float) -> Array:
     """Returns the least probability of the nucleus, the fewest likeliest tokens that together have `top_p`.
 

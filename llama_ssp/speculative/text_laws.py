@@ -20,7 +20,7 @@ from llama_ssp.speculative.drafters.local import Drafter
 from llama_ssp.speculative.logprobs import text_parts
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws, Slot
-from llama_ssp.speculative.sampling import Prefix, SamplingTransform
+from llama_ssp.speculative.sampling import Prefix, SamplingTransform, likeliest
 from llama_ssp.speculative.state import State
 
 InTarget = Callable[[Tensor], Tensor]
@@ -45,12 +45,13 @@ def token_laws(
     texts: State,
     transform: SamplingTransform,
     in_target: InTarget | None = None,
+    top: int | None = None,
 ) -> list[list[TokenLaw]]:
     """Returns the laws of each text's tokens after its prompt, under the sampling settings.
 
     `fed` holds the texts in the model's own tokens: `places[b][j]` of them stand before token j of row b. At
     a place of 0, and after what is fed, the model has no law. `in_target` makes the model's logits, (M, its
-    own vocabulary), those of the target's tokens.
+    own vocabulary), those of the target's tokens. A draft's law is of its `top` likeliest tokens alone.
     """
     result = [[NEVER] * len(of_row) for of_row in places]
     done = [0] * fed.rows
@@ -76,7 +77,7 @@ def token_laws(
         lengths = [prompt + number for prompt, number in zip(prompts, numbers, strict=True)]
         length_M, prompt_M = sent([lengths, prompts], device)
         prefix = Prefix(texts.token_BS.to(device)[row_M], length_M[:, None], prompt_M)
-        probs_MV = transform(logit_MV[:, None], prefix)[:, 0]
+        probs_MV = likeliest(transform(logit_MV[:, None], prefix)[:, 0], top)
 
         tokens = [texts.texts[row][length] for row, length in zip(rows, lengths, strict=True)]
         laws = _laws(probs_MV, sent(tokens, device))

@@ -163,6 +163,7 @@ class ReplayTask(Task[MeasureConf]):
             entry = of_replay(name, rule.value, self._rounds(tokens, target, laws, rule))
             entry |= {"texts": len(texts), "tokens": sum(len(text.token_ids) for text in texts)}
             entry |= {"sampling": asdict(spec.run.sampling.controls), "seconds": read_s}
+            entry |= {"draft_top": spec.run.speculation.draft_top}
             entries.append(entry)
         self._results += entries
         self._rank(

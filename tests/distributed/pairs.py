@@ -39,6 +39,7 @@ class Case:
     ends: frozenset[int] = frozenset()
     rounds: int | None = None  # stops after so many
     overlap: config.Overlap = config.Overlap.auto
+    draft_top: int | None = None
 
     @property
     def loop(self) -> dict[str, Any]:
@@ -95,8 +96,9 @@ def refilled(pair: RankModels, run: RunConf, case: Case) -> list[list[int]]:
 
 def engine_of(pair: RankModels, run: RunConf, case: Case) -> RankEngine:
     spec = SpeculationConfig(
-        k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6, overlap=case.overlap
-    )
+        k=case.k, verification=case.verification, adaptive=case.adaptive, k_max=6, overlap=case.overlap,
+        draft_top=case.draft_top,
+    )  # fmt: skip
     tokens: Any = SimpleNamespace(size=VOCAB, paired=None)  # what an engine asks of a tokenizer
     how = replace(run, sampling=case.sampling, speculation=spec)
     draws = pair.roles.leads or (pair.roles.draft is not None and pair.roles.draft.is_leader)

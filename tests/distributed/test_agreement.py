@@ -26,6 +26,7 @@ from tests.rig import Run, perturbed
 
 LAYERS = 3  # of the tiny models
 SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
+FLAT = SamplingConfig(temperature=2.0)
 SHARDED, OWN, COPIES, LEADER = DraftSeat.sharded, DraftSeat.own, DraftSeat.replicated, DraftSeat.leader
 PLACEMENTS: dict[str, tuple[int, PlacementConf]] = {
     "2 leader": (2, PlacementConf(draft=LEADER)),
@@ -40,10 +41,12 @@ PLACEMENTS: dict[str, tuple[int, PlacementConf]] = {
     "2+2 own": (4, PlacementConf(draft=OWN, draft_degree=2)),
     "2+2 listed": (4, PlacementConf(draft=OWN, target_ranks=[0, 2], draft_ranks=[3, 1])),
 }
+NARROW = Case(4, 4, FLAT, draft_top=5)  # drafts from the likeliest tokens alone
 CASES = [
     *(Case(*how) for how in product((0, 1, 4, 8), (1, 4), (Case(0).sampling, SAMPLED))),
     Case(6, 4, SAMPLED, adaptive=True),
     Case(4, 4, SAMPLED, verification=Verification.token),
+    NARROW,
 ]
 MATRIX = 16  # of them are K x rows x sampling
 
@@ -174,11 +177,18 @@ def test_a_round_has_one_message(name: str, k: int, models: Models):
 @pytest.mark.parametrize("name", ["1+1 own", "2+1 own", "2+2 own", "2+2 listed"])
 def test_a_draft_that_runs_ahead_writes_the_same(name: str, models: Models):
     """With one row drafts are ready now and then; with several, rows of either kind are in one pass."""
-    for case in (Case(3, 1), Case(4, 4, SAMPLED), Case(6, 4, SAMPLED, adaptive=True)):
+    narrow = replace(NARROW, k=3, rows=1)
+    for case in (Case(3, 1), Case(4, 4, SAMPLED), Case(6, 4, SAMPLED, adaptive=True), NARROW, narrow):
         expected = models.expected(case)
         for overlap in (Overlap.off, Overlap.ahead):
             for run in on_placement(models, name, replace(case, overlap=overlap)):
                 assert same(run, expected), (case, overlap)
+
+
+def test_other_drafts_give_another_text(models: Models):
+    """So the comparisons above are of drafts from the likeliest tokens, whose texts are of their own."""
+    narrow, whole = models.expected(NARROW), models.expected(replace(NARROW, draft_top=None))
+    assert narrow.texts != whole.texts and narrow.accepted > 0
 
 
 def test_stopping_early_leaves_the_ranks_in_step(models: Models):
@@ -272,7 +282,8 @@ def test_prompts_that_differ_are_found_before_they_are_read(models: Models):
 DEEPSPEED = PlacementConf(splitting=Splitting.deepspeed)
 REAL = ["2 deepspeed", "2 copies", "2 split", "2+1 own", "2+2 listed"]
 DEEPSPEED_CASES = [*CASES[:MATRIX:3], *CASES[MATRIX:]]  # every K, and every pair of rows and sampling
-REAL_CASES = [Case(0), *(Case(4, *how) for how in ((4, Case(0).sampling), (4, SAMPLED), (1, SAMPLED)))]
+REAL_CASES = [Case(0), NARROW]
+REAL_CASES += [Case(4, *how) for how in ((4, Case(0).sampling), (4, SAMPLED), (1, SAMPLED))]
 
 
 def written_on_real(

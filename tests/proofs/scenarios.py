@@ -57,6 +57,7 @@ class Scenario:
     ends: frozenset[int] = frozenset()
     stop: tuple[int, ...] | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    top: int | None = None  # of the draft's likeliest tokens, from which it draws
     chunk: int = 512
     build: Callable[..., CausalModel] = toy
     plain: Callable[[], Any] | None = None  # the target's module once more, for the reference
@@ -150,7 +151,7 @@ def walk(s: Scenario) -> tuple[float, int]:
 def play(s: Scenario, target: CausalModel, draft: Any, draws: Any) -> Outcome:
     engine = engine_of(
         target, draft, s.rule, sampling=s.sampling, ends=s.ends, draws=draws, chunk=s.chunk,
-        bridge=bridge(s.bridge) if s.bridge else None, rewinds=s.k,
+        bridge=bridge(s.bridge) if s.bridge else None, rewinds=s.k, top=s.top,
     )  # fmt: skip
     return written(s, engine)
 
@@ -340,4 +341,27 @@ ASSISTED: dict[str, Scenario] = {
     "assistant, a prompt of one token": replace(_ASSISTED, prompts=((1,),), vocab=2),
 }  # fmt: skip
 
-SCENARIOS = BASE | BRIDGED | HEADS | HYBRIDS | ASSISTED
+# Drafts from a draft's likeliest tokens alone: what drafts, and what else makes distributions.
+TOPS: dict[str, Scenario] = {
+    "likeliest tokens": Scenario(vocab=4, top=2),
+    "likeliest tokens, the first alone": Scenario(top=1),
+    "likeliest tokens, two ragged rows with EOS": Scenario(
+        prompts=ENDING, vocab=3, k=1, new=2, ends=SECOND, top=2
+    ),
+    "likeliest tokens, adaptive K": Scenario(adaptive=True, k=3, new=3, top=2),
+    "likeliest tokens, every control": Scenario(vocab=4, sampling=CONTROLS, ends=THIRD, top=2),
+    "likeliest tokens, greedy": Scenario(sampling=GREEDY, top=2),
+    "likeliest tokens, draft equals target": Scenario(draft="same", top=2),
+    "likeliest tokens, wider draft vocabulary": Scenario(draft_vocab=5, top=2),
+    "likeliest tokens, all that the draft has is forbidden": replace(
+        BASE["all that the draft has is forbidden"], top=1
+    ),
+    "likeliest tokens, n-gram drafts": replace(BASE["n-gram drafts"], top=1),
+    "likeliest tokens, Intersection": _between("overlapping", top=1),
+    "likeliest tokens, head": Scenario(head=(0, 1, 2), vocab=4, top=2),
+    "likeliest tokens, DFlash head": Scenario(head=(0, 1, 2), vocab=4, width=4, top=2),
+    "likeliest tokens, hybrid": _hybrid(vocab=3, new=2, top=2),
+    "likeliest tokens, assistant": replace(_ASSISTED, top=2),
+}
+
+SCENARIOS = BASE | BRIDGED | HEADS | HYBRIDS | ASSISTED | TOPS

@@ -4,13 +4,13 @@ The code that ships runs on both sides, each in a thread, one at a time: they ch
 the link, and nowhere else. All that the draft can see of the leader meanwhile is whether the next request has
 come; so a schedule says, round by round, how often the draft looks in vain.
 
-Enumerated: for eleven scenarios, the orders in which the leader and the draft's rank may do their first
+Enumerated: for thirteen scenarios, the orders in which the leader and the draft's rank may do their first
 rounds, and under each of them every branch of the draws (choices.py; a key stands for one uniform number,
 which both sides may read). Compared: the joint distribution of whole texts with the target's own
 (scenarios.py), total variation below 1e-12 in fp64; and texts of real draws with those of one process.
-Controls: a stale proposal, one for another prefix, another text's distribution, and a use that depends on an
-uncommitted token each give another distribution; a guess that is used behind another correction gives another
-text.
+Controls: a stale proposal, one for another prefix, one that was sent before its request and is for another
+text, another text's distribution, and a use that depends on an uncommitted token each give another
+distribution; a guess that is used behind another correction gives another text.
 """
 
 import threading
@@ -30,6 +30,7 @@ from llama_ssp.distributed.comm import ALONE
 from llama_ssp.distributed.draft_messages import DraftClient, DraftServer, Message, MessageKind
 from llama_ssp.distributed.roles import Roles
 from llama_ssp.models.causal_lm import CausalModel
+from llama_ssp.planner.search import draft_bytes
 from llama_ssp.speculative.draft_length import FixedDraftLength
 from llama_ssp.speculative.drafters import ahead, remote
 from llama_ssp.speculative.drafters.ahead import AheadDrafter, Memo
@@ -40,7 +41,7 @@ from llama_ssp.speculative.follower import Follower
 from llama_ssp.speculative.generate import Limits, generate
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
-from llama_ssp.speculative.sampling import SamplingTransform
+from llama_ssp.speculative.sampling import SamplingTransform, likeliest
 from llama_ssp.speculative.state import Prompt, State
 from llama_ssp.speculative.stats import RowStep
 from llama_ssp.speculative.verification import RULES
@@ -83,6 +84,9 @@ class SharedDraws(ReplayDraws):
 class Schedule:
     """`looks[i]` is how often the draft looks in vain for the ask of round i + 1; in rounds beyond, as often
     as it likes. With `deaf` the leader hears nothing before it waits, with `twice` all replies come again.
+
+    Who looks in vain after its last pass sends its proposal before the request. The leader goes on with it
+    at once; with `deaf` it first hears of it when it waits for the next one.
     """
 
     looks: tuple[int, ...]
@@ -101,7 +105,7 @@ class Stage:
         self.waiting: set[str] = set()
         self.error: BaseException | None = None
         self.looked = 0
-        self.round = 0
+        self.round = -1  # of the last ask that the draft has taken up
 
     def give_floor(self, side: str) -> None:
         """To the other side; until it comes back."""
@@ -149,11 +153,11 @@ class StagedLink:
         stage.mail[self._far].append(frame)
         message = Message.unpack(frame)
         stage.waiting.discard(self._far)
-        if message.kind is MessageKind.REPLY:
-            stage.looked = 0
+        if message.kind in (MessageKind.REPLY, MessageKind.EARLY):
             if stage.schedule.twice:
                 stage.mail[self._far].append(frame)
-            stage.give_floor(self._side)  # the leader goes on as far as it can
+            if message.kind is MessageKind.REPLY or not stage.schedule.deaf:
+                stage.give_floor(self._side)  # the leader goes on as far as it can
 
     def has_frame(self) -> bool:
         return bool(self._stage.mail[self._side]) and self._sees()
@@ -167,6 +171,9 @@ class StagedLink:
             assert len(stage.waiting) < 2, "both wait"
             stage.give_floor(self._side)
         stage.waiting.discard(self._side)
+        if self._side == "draft":
+            stage.round += 1
+            stage.looked = 0
         return mail.popleft()
 
     def close(self) -> None:
@@ -180,7 +187,6 @@ class StagedLink:
         if stage.round < len(stage.schedule.looks) and stage.looked < stage.schedule.looks[stage.round]:
             stage.looked += 1
             return False
-        stage.round += 1
         return True
 
 
@@ -196,7 +202,7 @@ def overlapped(
     remote = RemoteDrafter(asker, draft.context, transform.vocab, torch.float64)
     leads = Roles(everyone=ALONE, target=ALONE, draft=None, client=asker, apart=(1,))
     helps = Roles(everyone=ALONE, target=None, draft=ALONE, server=answerer, apart=(1,))
-    sampler = Sampler(transform, draws)
+    sampler = Sampler(transform, draws, top=s.top)
     sender = AheadDrafter(ModelRunner(draft, s.chunk), sampler, ALONE, answerer, Overlap.ahead)
     engine = Engine(ModelRunner(target, s.chunk), remote, sampler, RULES[s.rule], leads)
     follower = Follower(None, sender, sampler, helps, target.context, torch.device("cpu"))
@@ -208,11 +214,11 @@ def overlapped(
 
 
 def schedules(k: int, rounds: int, whole: bool = True) -> Iterator[Schedule]:
-    """Every one for so many rounds; a round has a pass for the guess, then k behind it.
+    """Every one for so many rounds; a round has a pass for the guess, then k behind it, and a look after all.
 
     If not `whole`, two rounds: in the second the draft looks as often as in the first, or once more.
     """
-    most = k + 2
+    most = k + 3
     every = product(range(most), repeat=rounds)
     some = ((looks, (looks + more) % most) for looks in range(most) for more in (0, 1))
     for number, looks in enumerate(every if whole else some):
@@ -226,11 +232,13 @@ class Seen:
     drafted: int = 0
     used: int = 0
     discarded: int = 0
+    early: int = 0
 
     def __call__(self, asker: DraftClient, tally: Any) -> None:
         self.runs += 1
         self.drafted, self.used = self.drafted + tally.drafted, self.used + tally.used
         self.discarded += asker.discarded
+        self.early += asker.early
 
 
 def walk(s: Scenario, which: Iterator[Schedule]) -> tuple[float, Seen]:
@@ -269,7 +277,11 @@ WALKS: dict[str, tuple[Scenario, int]] = {
     "a stop sequence": (Scenario(vocab=2, k=2, new=6, stop=(0, 1), sampling=CUT_LESS), 2),
     "the draft's context ends": (Scenario(draft_context=5, vocab=2, k=2, new=6, sampling=CUT), 2),
     "all that the draft has is forbidden": (replace(BASE["all that the draft has is forbidden"], k=1), 2),
+    "likeliest tokens": (Scenario(vocab=3, k=1, new=4, top=2, draft="same"), 1),
+    "two rows, likeliest tokens": (Scenario(prompts=TWO, vocab=2, k=1, new=4, draft="same", top=1), 1),
 }  # fmt: skip
+# Where a proposal that is complete has as many drafts as are then requested: texts do not end meanwhile.
+EARLY_IN = ("one row, K = 1", "one row, K = 2", "every guess is right", "two rows, likeliest tokens")
 # With these every order of two rounds is tried; elsewhere, what else differs meets every order of one.
 WHOLE = ("one row, K = 1", "one row, K = 2", "two rows, K = 2", "two rows, adaptive K")
 # Ends come first, or the guess is forbidden.
@@ -281,7 +293,7 @@ RARELY_READY = (
 def test_an_interleaving_has_the_targets_distribution():
     scenario, _ = WALKS["two rows, K = 2"]
     error, seen = walk(scenario, iter(schedules(2, 1)))
-    assert error < 1e-12 and seen.schedules == 4 and seen.used > 0
+    assert error < 1e-12 and seen.schedules == 5 and seen.used > 0
 
 
 @pytest.mark.few(1)
@@ -291,8 +303,9 @@ def test_every_interleaving_has_the_targets_distribution(name: str):
     (scenario, rounds), whole = WALKS[name], name in WHOLE
     error, seen = walk(scenario, schedules(scenario.k, rounds, whole))
     assert error < 1e-12
-    assert seen.schedules == ((scenario.k + 2) ** rounds if whole else 2 * (scenario.k + 2))
+    assert seen.schedules == ((scenario.k + 3) ** rounds if whole else 2 * (scenario.k + 3))
     assert seen.drafted > 0 and (seen.used > 0 or name in RARELY_READY)
+    assert seen.early > 0 or name not in EARLY_IN
 
 
 def test_a_memo_stands_for_its_own_prompt_and_text_alone():
@@ -417,6 +430,41 @@ def test_probabilities_arrive_to_the_last_bit(zeros: int, dtype: torch.dtype):
         assert load.nbytes <= sent.nbytes
 
 
+@pytest.mark.parametrize("top", [1, 2, 19, 21, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_likeliest_probabilities_arrive_to_the_last_bit(top: int, dtype: torch.dtype):
+    """As many of each distribution, whatever is 0; where they are most of it, all are sent."""
+    whole = torch.rand(2, 3, 40, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    few = likeliest(whole / whole.sum(-1, keepdim=True), top)
+    certain = likeliest(whole, 1)
+    tied = likeliest(torch.ones_like(whole), top)
+    damaged = few.clone()
+    damaged[1, 1] = torch.nan  # the leader has to see it, at whichever token it looks
+    for sent in (few, certain, tied, damaged):
+        form, load = remote.written(sent, top)
+        arrived = remote.read(form, load, (2, 3, 40), dtype, sent.device)
+        assert arrived.isnan().equal(sent.isnan()) and arrived.nan_to_num(2.0).equal(sent.nan_to_num(2.0))
+        if dtype is torch.float32:
+            assert load.nbytes == 2 * 3 * draft_bytes(40, top), "what is planned is sent"
+
+
+def test_what_a_proposal_is_for_says_its_text_and_its_prompt():
+    """Rows without drafts are for nothing: their texts may have ended, or been replaced."""
+
+    def of(name: str, *texts: tuple[int, ...]) -> State:
+        return State([Prompt(name, text) for text in texts], 9, torch.device("cpu"))
+
+    wanted = remote.tags(of("a", (1, 2), (3,)), (2, 0))
+    assert wanted[3:] == [0, 0, 0] and wanted == remote.tags(of("a", (1, 2), (3, 4)), (2, 0))
+    for other, count in (
+        (of("b", (1, 2), (3,)), (2, 0)),
+        (of("a", (2, 1), (3,)), (2, 0)),
+        (of("a", (1, 2, 0), (3,)), (2, 0)),
+        (of("a", (1, 2), (3,)), (1, 0)),
+    ):
+        assert remote.tags(other, count) != wanted
+
+
 def test_two_distributions_alike_are_raced_to_the_same_token():
     """Those that overlap by 0.9 give the same token nearly as often; by inverted CDFs they do not."""
     generator = torch.Generator().manual_seed(2)
@@ -439,9 +487,9 @@ MEMO = "speculative.drafters.ahead:Memo.stands"
 TAGS = "speculative.drafters.remote:tags speculative.drafters.ahead:tags"
 
 
-def the_one_before(reply: Any, client: Any, pinned: bool) -> Any:
+def the_one_before(reply: Any, client: Any, tags: Any, pinned: bool) -> Any:
     """The reply to an earlier request is taken for the one to this."""
-    newest = reply(client, pinned)
+    newest = reply(client, tags, pinned)
     older, vars(client)["older"] = vars(client).get("older", newest), newest
     return older
 
@@ -465,7 +513,9 @@ def of_another_text(stands: Any, memo: Any, state: Any, row: int) -> bool:
     return bool(stands(memo, state, row))
 
 
-PATIENT, FIRST = Schedule((3,) * 6), WALKS["one row, K = 1"][0]  # all that can be drafted ahead is
+# All that can be drafted ahead is, for K = 1 and 2, and its request has come by then; or it comes later.
+PATIENT, MORE_PATIENT, EARLY = Schedule((2,) * 6), Schedule((3,) * 6), Schedule((9,) * 6)
+FIRST = WALKS["one row, K = 1"][0]
 WHIM = Mutant("a use that depends on an uncommitted token", MEMO, (), if_it_pleases)
 RIGHT = WALKS["every guess is right"][0]
 FAULTS: dict[str, tuple[Scenario, Schedule, list[Mutant]]] = {
@@ -477,10 +527,15 @@ FAULTS: dict[str, tuple[Scenario, Schedule, list[Mutant]]] = {
             Mutant("no tags", TAGS, (), lambda _, state, count: [0] * (3 * state.rows)),
         ],
     ),
+    "what was sent before its request is used for any text": (
+        FIRST,
+        EARLY,
+        [Mutant("no tags", TAGS, (), lambda _, state, count: [0] * (3 * state.rows))],
+    ),
     "a proposal for another prefix is used": (FIRST, PATIENT, [Mutant("", MEMO, (), lambda *_: True)]),
     "another text's distribution": (FIRST, PATIENT, [Mutant("", MEMO, (), of_another_text)]),
     WHIM.name: (
-        RIGHT, PATIENT, [WHIM, Mutant("", "speculative.state:State.extended", (), with_own_draws)],
+        RIGHT, MORE_PATIENT, [WHIM, Mutant("", "speculative.state:State.extended", (), with_own_draws)],
     ),
 }  # fmt: skip
 
@@ -501,7 +556,7 @@ def test_a_planted_fault_shows(name: str):
 @pytest.mark.slow
 def test_keys_make_the_choice_harmless_by_themselves():
     """A proposal that is thrown away for what it holds is drawn again by the same keys: the same one."""
-    assert not shows(RIGHT, PATIENT, [WHIM])
+    assert not shows(RIGHT, MORE_PATIENT, [WHIM])
 
 
 def test_a_guess_that_is_used_behind_another_correction_shows_in_the_text():

@@ -14,6 +14,7 @@ from llama_ssp.models.attention import attend_rows
 from llama_ssp.models.passes import Pass, RowSpan
 from llama_ssp.speculative.array_ops import joined, order, pick, row_by_row, smaller, where
 from llama_ssp.speculative.drafters.local import nothing
+from llama_ssp.speculative.sampling import filtered, likeliest
 from llama_ssp.speculative.state import Proposal
 from llama_ssp.speculative.verification import BlockRule, TokenRule
 from llama_ssp.text.translation import NONE
@@ -167,6 +168,41 @@ def _(probs):
     return kept
 
 
+# Drafts from the likeliest tokens alone: what is drawn from and what is declared are cut differently, or the
+# target's law is cut, too.
+
+DRAWS = f"{DRAFTERS}local:Sampler.draw"
+LIKELIEST = walked("likeliest tokens"), walked("likeliest tokens", "token")
+CERTAIN = walked("likeliest tokens, the first alone")
+TIED = proof("test_sampling", "test_of_tied_tokens_those_with_lower_ids_are_the_likeliest")
+
+
+@fault("likeliest tokens: drawn from, and all tokens declared", DRAWS, *LIKELIEST)
+def _(draw, sampler, state, offset, count, logit_BV, *slot):
+    drawn = draw(sampler, state, offset, count, logit_BV, *slot)
+    whole_BV = sampler.transform(logit_BV[:, None], state.prefix(offset, 1))[:, 0]
+    return replace(drawn, probs_BV=whole_BV)
+
+
+@fault("likeliest tokens: declared, and drawn from all tokens", DRAWS, CERTAIN)
+def _(draw, sampler, *given):
+    drawn = draw(replace(sampler, top=None), *given)
+    return replace(drawn, probs_BV=likeliest(drawn.probs_BV, sampler.top))
+
+
+@fault("likeliest tokens: cut a second time, to one fewer", DRAWS, *LIKELIEST)
+def _(draw, sampler, *given):
+    drawn = draw(sampler, *given)
+    return replace(drawn, probs_BV=likeliest(drawn.probs_BV, max(1, (sampler.top or 9) - 1)))
+
+
+fault("likeliest tokens: of the target, too", "speculative.engine:decide", *LIKELIEST)(
+    lambda decide, rule, draws, target_BWV, *given: decide(rule, draws, likeliest(target_BWV, 2), *given)
+)
+fault("likeliest tokens: tied ones stay together", "speculative.sampling:likeliest", TIED)(
+    lambda _, probs, count: filtered(probs, count, 1.0, 0.0)
+)
+
 # Trained heads.
 
 HEAD, BLOCK_HEAD = f"{DRAFTERS}head:HeadDrafter.", f"{DRAFTERS}head:BlockHeadDrafter."
@@ -273,6 +309,7 @@ AHEAD, OVERLAP = f"{DRAFTERS}ahead:", "proofs.test_overlap"
 MERGED = proof(OVERLAP, "test_rows_of_two_memos_are_merged_whole")
 MEMO = proof(OVERLAP, "test_a_memo_stands_for_its_own_prompt_and_text_alone")
 ARRIVE = proof(OVERLAP, "test_probabilities_arrive_to_the_last_bit", 0, torch.float32)
+FEW_ARRIVE = proof(OVERLAP, "test_the_likeliest_probabilities_arrive_to_the_last_bit", 19, torch.float32)
 fault("merged drafts have the second one's tokens", f"{AHEAD}merged", MERGED)(
     lambda merged, first, one, other: replace(merged(first, one, other), token_B=other.token_B)
 )
@@ -283,5 +320,8 @@ fault("a memo stands whatever its prompt", f"{AHEAD}Memo.stands", MEMO)(
     lambda _, memo, state, row: state.texts[row] == memo.state.texts[row]
 )
 fault("tiny probabilities of a draft on other ranks are not sent", f"{DRAFTERS}remote:written", ARRIVE)(
-    lambda written, probs_BKV: written(probs_BKV.where(probs_BKV > 1e-9, 0))
+    lambda written, probs_BKV, *top: written(probs_BKV.where(probs_BKV > 1e-9, 0), *top)
+)
+fault("likeliest tokens: renormalised again when they arrive", f"{DRAFTERS}remote:read", FEW_ARRIVE)(
+    lambda read, *of: read(*of) / read(*of).sum(-1, keepdim=True)
 )

@@ -196,7 +196,7 @@ def _(draw, *given):
 
 
 fault("broken drafts of other ranks are mended", f"{DRAFTERS}remote:written", ARRIVED)(
-    lambda written, probs_BKV: written(probs_BKV.nan_to_num(1.0))
+    lambda written, probs_BKV, *top: written(probs_BKV.nan_to_num(1.0), *top)
 )
 fault("padding of the vocabulary has log-probabilities", "speculative.logprobs:LogprobReader.read", PADDING)(
     lambda read, reader, logits, probs, _, *of: read(reader, logits, probs, logits.shape[-1], *of)

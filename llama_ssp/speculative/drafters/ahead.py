@@ -9,19 +9,28 @@ for it later: a `Memo` of that function. It is used for its own text and no othe
 depends on committed tokens alone, and each token comes with the distribution it was drawn from. So every
 round is the one that it would have been without drafting ahead. In fp32 a seed gives the same text with and
 without, whatever the timing; in 16 bit and less, forwards over other rows round differently. How the token is
-guessed only affects speed.
+guessed only affects speed. So does when a proposal is sent: one that is complete goes before its request, and
+is the reply to it if both sides find that it is for that text (remote.py).
 """
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 
 import torch
+from torch import Tensor
 
 from llama_ssp.config import Overlap
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.draft_messages import DraftServer
 from llama_ssp.models.passes import fetched, sent
-from llama_ssp.speculative.drafters.local import DraftModel, Drawn, ModelDrafter, Sampler, nothing
+from llama_ssp.speculative.drafters.local import (
+    DraftModel,
+    Drawn,
+    ModelDrafter,
+    Sampler,
+    nothing,
+    proposal_of,
+)
 from llama_ssp.speculative.drafters.remote import AheadCounts, tags, written
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import Purpose, Slot
@@ -31,6 +40,10 @@ HALF = 0.5  # of a forward: the expected wait of a request that arrives during o
 HOPED = 1.0  # what drafting ahead is assumed to gain before it was tried
 MEMORY = 0.95  # the weight of earlier rounds shrinks by this factor with each round
 TRY_EVERY = 16  # rounds
+# A reply before its request saves a message and the packing of the reply, and costs the packing if it is not
+# used: the draft has nothing else to do meanwhile.
+EARLY_COST = 0.1
+MOST_EARLY = 2**16  # bytes of probabilities that a link takes without a reader
 
 
 @dataclass
@@ -87,6 +100,8 @@ class AheadDrafter(ModelDrafter):
         self._overlap = overlap
         self._waited_s = link.waited_s  # for requests, before this engine
         self._pays = Pays()
+        self._early_pays = Pays()
+        self._was_sent_early = False
         # Whether a request ended drafting ahead; None without a forward.
         self._interrupted: bool | None = None
         self.counts = AheadCounts()
@@ -117,13 +132,48 @@ class AheadDrafter(ModelDrafter):
         return proposal
 
     def _reply(self, state: State, proposal: Proposal) -> None:
-        """Sends the leader the drafts, and the probabilities that each was drawn from."""
+        """Sends the leader the drafts, unless these very ones were sent before they were requested."""
+        wanted = tags(state, proposal.count)
+        is_early = self._link.has_replied(wanted)
+        if self._was_sent_early:
+            self._early_pays.learn(int(is_early), EARLY_COST)
+            self._was_sent_early = False
+        if not is_early:
+            values, payload = self._message(proposal, self.counts)
+            self._link.send_reply([*wanted, *values], payload)
+
+    def _message(self, proposal: Proposal, counts: AheadCounts) -> tuple[list[int], Tensor]:
+        """Returns what follows the tags of a reply: figures, drafts, and what each was drawn from."""
         assert proposal.draft_BKV is not None
-        form, load = written(proposal.draft_BKV)
+        form, load = written(proposal.draft_BKV, self._sampler.top)
         payload, drafted_N = fetched(load, proposal.drafted_BK.flatten())
         waited_us = int(1e6 * (self._link.waited_s - self._waited_s))
-        head = [form, self.forwards, *astuple(self.counts), waited_us]
-        self._link.send_reply([*tags(state, proposal.count), *head, *drafted_N.tolist()], payload)
+        return [form, self.forwards, *astuple(counts), waited_us, *drafted_N.tolist()], payload
+
+    def _send_early(self) -> None:
+        """Sends what is drafted for the guessed text, if it is complete and small: its request may follow.
+
+        The link takes that much at once, so this waits for nobody. The counts are those that hold if it is
+        used.
+        """
+        memo = self._memo
+        if memo is None or not max(memo.count) or len(memo.drawn) < max(memo.count) or not self._early_pays:
+            return
+
+        drafts = sum(memo.count)
+        rows = sum(n > 0 for n in memo.count)
+        counts = AheadCounts(
+            rows=self.counts.rows + rows,
+            rows_ready=self.counts.rows_ready + rows,
+            drafted=self.counts.drafted,
+            used=self.counts.used + drafts,
+        )
+        values, payload = self._message(proposal_of(memo.drawn, memo.count), counts)
+        if payload.nbytes > MOST_EARLY:
+            self._early_pays.learn(0, HOPED)
+            return
+        self._link.send_early(tags(memo.state, memo.count), values, payload)
+        self._was_sent_early = True
 
     def meanwhile(self, state: State, proposal: Proposal) -> None:
         """Drafts for the next round until its request comes, which is checked between forwards.
@@ -141,6 +191,8 @@ class AheadDrafter(ModelDrafter):
             is_called = self._link.has_request()
             while not is_called and next(forwards, None) is not None:
                 self._interrupted = is_called = self._link.has_request()
+            if not is_called:
+                self._send_early()
         self._end_of_forwards()
 
     def roll_back(self, lengths: list[int]) -> None:

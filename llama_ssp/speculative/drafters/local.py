@@ -18,7 +18,7 @@ from llama_ssp.errors import UsageError
 from llama_ssp.models.passes import sent
 from llama_ssp.speculative.model_runner import ModelRunner
 from llama_ssp.speculative.rng import CounterDraws, Purpose, Slot
-from llama_ssp.speculative.sampling import SamplingTransform, one_hot
+from llama_ssp.speculative.sampling import SamplingTransform, likeliest, one_hot
 from llama_ssp.speculative.state import Proposal, State
 
 
@@ -34,12 +34,13 @@ class Drawn:
 class Sampler:
     """Draws drafts from logits, under the same controls as the target, or proposes tokens that were found.
 
-    `dtype` is that of probabilities.
+    `dtype` is that of probabilities. Drafts are drawn from the `top` likeliest tokens alone; None: from all.
     """
 
     transform: SamplingTransform
     draws: CounterDraws
     dtype: torch.dtype = torch.float32
+    top: int | None = None
 
     @property
     def vocab(self) -> int:
@@ -62,6 +63,10 @@ class Sampler:
         if self.transform.forbids:
             damaged_B = (logit_BV.isnan() | logit_BV.isposinf()).any(-1)
             probs_BV = certain_where(probs_BV.isnan().any(-1) & ~damaged_B, probs_BV)
+
+        # In this one place, wherever the draft is and whatever drafts. What is cut off is never drafted:
+        # corrections bring it. So the law stays the one that is drawn from, and is declared as it is.
+        probs_BV = likeliest(probs_BV, self.top)
 
         resting_BV = probs_BV
         idle = [offset >= n for n in count]

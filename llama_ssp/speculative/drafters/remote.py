@@ -1,15 +1,16 @@
 """Drafts by ranks of their own: the leader requests drafts, and receives their probabilities.
 
-ahead.py is the draft's side. A proposal is tagged, row by row, with the length and a checksum of the text it
-continues. The leader rejects a proposal that is not for its own texts.
+ahead.py is the draft's side. A proposal is tagged, row by row, with the length and a hash of the text it
+continues. The leader rejects a proposal that is not for its own texts. One that was finished before its
+request is sent at once: it is the reply if it turns out to be for the leader's texts, and is forgotten if
+not. Both sides see by its tags which it is.
 """
 
-import math
 import time
 from array import array
 from dataclasses import dataclass, fields
+from hashlib import blake2b
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from llama_ssp.speculative.state import Proposal, State
 # How probabilities are written.
 WHOLE = 0
 SPARSE = 1
-SPARE = 4  # written sparsely if fewer than one entry in SPARE is not 0
+SPARE = 2  # sparsely where at most one in SPARE is not 0: with its id one takes as much as two in fp32
 
 
 @dataclass
@@ -71,6 +72,7 @@ class RemoteDrafter(Drafter):
             "leader_waited_ms": 1000 * self._waited_s,
             "draft_waited_ms": self._drafts_waited_us / 1000,
             "replies_discarded": self._link.discarded,
+            "replies_before_requests": self._link.early,
             "draft_lost": self._link.lost,
         }
 
@@ -85,7 +87,7 @@ class RemoteDrafter(Drafter):
             return nothing(state)
 
         began = time.perf_counter()
-        reply = self._link.reply(pinned=state.device.type == "cuda")
+        reply = self._link.reply(expected, pinned=state.device.type == "cuda")
         if reply is not None and reply.values[: len(expected)] != expected:
             self._link.give_up("its drafts are for other texts")
             reply = None
@@ -107,29 +109,46 @@ class RemoteDrafter(Drafter):
 
 
 def tags(state: State, count: tuple[int, ...]) -> list[int]:
-    """Returns what a proposal is for: each row's length, a checksum of its text, and its number of drafts."""
+    """Returns what a proposal is for, three numbers a row: its length, a hash of its text and of its prompt's
+    key, and how many drafts. They are 0 of a row without drafts, of which nothing is proposed.
+
+    Two texts of one length have the same hash by a chance of 2**-64: a proposal that was sent ahead is used
+    by it alone.
+    """
     result = []
-    for text, n in zip(state.texts, count, strict=True):
-        result += [len(text), crc32(array("q", text).tobytes()) if n else 0, n]
+    for text, key, n in zip(state.texts, state.keys, count, strict=True):
+        result += [len(text), _hashed(text, key), n] if n else [0, 0, 0]
     return result
 
 
-def written(probs_BKV: Tensor) -> tuple[int, Tensor]:
+def _hashed(text: list[int], key: int) -> int:
+    """Returns a signed integer of 64 bits."""
+    digest = blake2b(array("q", text).tobytes(), digest_size=8, key=key.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def written(probs_BKV: Tensor, top: int | None = None) -> tuple[int, Tensor]:
     """Returns probabilities as bytes, on their device: all, or those that are not 0, if they are few.
 
-    There are few after top-k, top-p and argmax: then the frame has all places, then all values. Else its
-    bytes are those of the tensor, and nothing is copied.
+    There are at most `top` in each distribution if it is given, and few after top-k, top-p and argmax, too.
+    Then the bytes are | values | ids |, as many of each distribution. Else they are those of the tensor, and
+    nothing is copied.
     """
-    flat_N = probs_BKV.detach().flatten()
-    # Most have no zeros, which their minimum tells in a small part of the time that a search takes.
-    if bool(flat_N.amin() > 0):  # waits for the device
-        return WHOLE, flat_N.view(torch.uint8)
+    probs_BKV = probs_BKV.detach()
+    vocab = probs_BKV.shape[-1]
 
-    place_N = flat_N.nonzero()[:, 0]
-    if len(place_N) * SPARE > len(flat_N):
-        return WHOLE, flat_N.view(torch.uint8)
-    value_N = flat_N[place_N]
-    return SPARSE, torch.cat([place_N.view(torch.uint8), value_N.view(torch.uint8)])
+    if top is None:
+        # Counted on the device. To look for places where most are not 0 would take most of a reply's time.
+        if int(probs_BKV.count_nonzero()) * SPARE > probs_BKV.numel():  # waits for the device
+            return WHOLE, probs_BKV.flatten().view(torch.uint8)
+        top = max(1, int(probs_BKV.count_nonzero(-1).amax()))
+    if top * SPARE > vocab:
+        return WHOLE, probs_BKV.flatten().view(torch.uint8)
+
+    # The largest are all that are not 0. Zeros among them stand for themselves.
+    value_BKN, token_BKN = probs_BKV.topk(top, sorted=False)
+    token_BKN = token_BKN.to(torch.int32)
+    return SPARSE, torch.cat([value_BKN.flatten().view(torch.uint8), token_BKN.flatten().view(torch.uint8)])
 
 
 def read(
@@ -140,8 +159,12 @@ def read(
     if form == WHOLE:
         return load.view(dtype).view(shape)
 
-    places = len(load) // (dtype.itemsize + torch.int64.itemsize) * torch.int64.itemsize
-    place_N = load[:places].view(torch.int64)
-    value_N = load[places:].view(dtype)
-    flat_N = torch.zeros(math.prod(shape), dtype=dtype, device=device)
-    return flat_N.index_copy_(0, place_N, value_N).view(shape)
+    rows, k, _ = shape
+    pairs = len(load) // (dtype.itemsize + torch.int32.itemsize)
+    value_BKN = load[: pairs * dtype.itemsize].view(dtype).view(rows, k, -1)
+    token_BKN = load[pairs * dtype.itemsize :].view(torch.int32).view(rows, k, -1)
+
+    # A damaged distribution has NaN everywhere: whoever looks at any of its tokens has to see it.
+    is_damaged_BK1 = value_BKN.isnan().any(-1, keepdim=True)
+    rest_BK1 = torch.zeros(rows, k, 1, dtype=dtype, device=device).masked_fill_(is_damaged_BK1, torch.nan)
+    return rest_BK1.expand(shape).contiguous().scatter_(2, token_BKN.long(), value_BKN)
