@@ -18,7 +18,7 @@ from llama_ssp.planner.advice import advice
 from llama_ssp.planner.fit import LIBRARIES, FitVerdict, RankMemory, communicators
 from llama_ssp.planner.memory import SEGMENTS
 from llama_ssp.planner.plan import worlds_of
-from llama_ssp.planner.search import PROB_BYTES, Option, PlanRequest, option, round_times, warnings_of_codes
+from llama_ssp.planner.search import Option, PlanRequest, draft_bytes, option, round_times, warnings_of_codes
 from llama_ssp.planner.speed import RoundTimes
 from llama_ssp.planner.storage import WEIGHTS
 from llama_ssp.planner.weights import CACHE, ModelPart, tensors
@@ -112,7 +112,11 @@ def require_fit(prediction: Prediction | None, enforce: bool) -> None:
     request = prediction.request
     chosen = prediction.option
     worst = chosen.worst
-    where = f"rank {worst.rank} of {chosen.placement.in_words()}, {request.machine.in_words()}"
+    where = f"rank {worst.rank} of {chosen.placement.in_words()}"
+    if len(set(request.machine.capacities)) > 1:
+        where += ", whose ranks have different memory"
+    else:
+        where += f", {request.machine.in_words()}"
     needed = f"{worst.total / GIB:.2f} GiB"
     there = f"{worst.capacity / GIB:.2f} GiB"
     if chosen.verdict is FitVerdict.uncertain or not enforce:
@@ -139,7 +143,7 @@ def require_host(prediction: Prediction, ranks: int, free: int) -> None:
     staged = 2 * max(size for part, dtype in parts for _, size, _ in tensors(part, dtype))
     needed = ranks * (HOST_BYTES + staged)
     if place.draft_apart:
-        needed += 3 * PROB_BYTES * request.work.rows * prediction.option.k * request.target.model.vocab
+        needed += 3 * request.work.rows * prediction.option.k * draft_bytes(request.target.model.vocab)
     if needed > free:
         raise DistributedError(
             "the memory of the host is short",
@@ -169,7 +173,8 @@ def fitting(prediction: Prediction, rank: int, available: int, needed: int) -> t
     taken = request.machine.taken
     there = taken["context"] + taken["nccl"] * communicators(chosen.placement, rank)
     capacity = available + there - max(0, needed + there - planned)
-    request = replace(request, machine=replace(request.machine, capacity=max(0, capacity)))
+    machine = replace(request.machine, capacity=max(0, capacity), capacities=())
+    request = replace(request, machine=machine)
     return planned, _changes(request, option(request, chosen.placement, chosen.k))
 
 
