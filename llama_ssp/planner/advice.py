@@ -78,7 +78,8 @@ def overrides(placement: Placement) -> str:
 def _tried(request: PlanRequest, chosen: Option, worlds: list[int]) -> Iterator[str]:
     if better := _best(request, worlds):
         yield _moved(chosen.placement, better.placement)
-    yield from _in_narrower_formats(request, worlds)
+    for words, best in narrower_formats(request, worlds)[:MOST_FORMATS]:
+        yield f"{words} ({best.placement.in_words()})"
     room = largest(request, chosen)
     if room.rows:
         rows = f"{room.rows} row{'s' if room.rows > 1 else ''}"
@@ -149,10 +150,11 @@ def _best(request: PlanRequest, worlds: list[int]) -> Option | None:
     return None
 
 
-def _in_narrower_formats(request: PlanRequest, worlds: list[int]) -> Iterator[str]:
-    """Yields formats that make it fit: one model in the widest that does, and both in 8 or in 4 bit.
+def narrower_formats(request: PlanRequest, worlds: list[int]) -> list[tuple[str, Option]]:
+    """Returns formats that make it fit: one model in the widest that does, and both in 8 or in 4 bit.
 
-    The widest of the target are first, since its texts are what counts; of equally wide ones the fastest.
+    Each is given by the words of the command line, with its plan. The widest of the target are first, since
+    its texts are what counts; of equally wide ones the fastest.
     """
     fitting = list[tuple[str, float, Option]]()  # words, bytes of a number of the target, the plan
     for role in request.roles:
@@ -172,8 +174,7 @@ def _in_narrower_formats(request: PlanRequest, worlds: list[int]) -> Iterator[st
             if best is not None and (dtype is not Dtype.nf4 or not fitting):
                 fitting.append((f"model.dtype={dtype.value} draft.dtype={dtype.value}", BYTES[dtype], best))
     fitting.sort(key=lambda each: (-each[1], each[2].ms_per_token))
-    for words, _, best in fitting[:MOST_FORMATS]:
-        yield f"{words} ({best.placement.in_words()})"
+    return [(words, best) for words, _, best in fitting]
 
 
 def _both_in(request: PlanRequest, dtype: Dtype, worlds: list[int]) -> Option | None:

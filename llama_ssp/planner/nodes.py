@@ -61,11 +61,16 @@ def over_nodes(options: Sequence[Option]) -> Option | None:
 
 
 def said_of_nodes(
-    request: PlanRequest, chosen: Option, one: Option | None, several: Option | None
+    request: PlanRequest,
+    chosen: Option,
+    one: Option | None,
+    several: Option | None,
+    narrower: tuple[str, Option] | None,
 ) -> Iterator[str]:
     """Yields what a plan for several nodes says of the network, a line each.
 
-    `one` is the fastest option on one node, and `several` the fastest on more, where they fit.
+    `one` is the fastest option on one node, and `several` the fastest on more, where they fit. `narrower` are
+    number formats, in the command line's words, in which it fits one node, with the plan of that.
     """
     if request.machine.nodes == 1:
         return
@@ -81,8 +86,11 @@ def said_of_nodes(
         elif several is not None:
             yield f"more than one node is slower: {_timed(several)} at best"
         yield f"one node is enough: {ANOTHER_GROUP} (docs/cluster.md)"
+    elif one is None and narrower is not None:
+        words, planned = narrower
+        yield f"nothing fits one node as it is asked for, but {words} does: {_timed(planned)}"
     elif one is None:
-        yield "nothing fits one node as it is asked for"
+        yield "nothing fits one node, in narrower formats either"
     else:
         gain = chosen.ms_per_token / one.ms_per_token
         if gain >= 1 + NOTABLE:

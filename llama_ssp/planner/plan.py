@@ -8,7 +8,7 @@ from typing import Any
 from llama_ssp.config import Overlap, Splitting
 from llama_ssp.distributed.placement import Placement
 from llama_ssp.errors import DistributedError, ModelError
-from llama_ssp.planner.advice import Largest, advice, largest, overrides
+from llama_ssp.planner.advice import Largest, advice, largest, narrower_formats, overrides
 from llama_ssp.planner.engine import launching_s
 from llama_ssp.planner.fit import FitVerdict, RankMemory
 from llama_ssp.planner.nodes import crossings, is_draft_far, on_one_node, over_nodes, said_of_nodes
@@ -47,6 +47,7 @@ class Plan:
     advice: list[str]
     one_node: Option | None = None  # the fastest that fits one of several nodes
     over_nodes: Option | None = None  # the fastest that takes more than one
+    one_node_in: tuple[str, Option] | None = None  # formats that make it fit one node, where it does not
 
     @property
     def verdict(self) -> FitVerdict:
@@ -129,7 +130,9 @@ class Plan:
 
     def said_of_nodes(self) -> list[str]:
         """Returns what is said of several nodes, a line each: what the network costs, and one node takes."""
-        return list(said_of_nodes(self.request, self.chosen, self.one_node, self.over_nodes))
+        return list(
+            said_of_nodes(self.request, self.chosen, self.one_node, self.over_nodes, self.one_node_in)
+        )
 
     def network(self) -> dict[str, Any] | None:
         """Returns the figures between nodes, and what the chosen placement sends there; None of one node."""
@@ -224,12 +227,16 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
         regular = regular_sampling(request, options, worlds)
     one: Option | None = None
     several: Option | None = None
+    narrower: tuple[str, Option] | None = None
     if request.machine.nodes > 1:
         on_one = options
         if fixed is not None:  # what it could be
             on_one = search_or_none(request, worlds_of(request.machine.gpus))
         one = on_one_node(on_one)
         several = over_nodes(options)
+        if one is None:
+            on_first = replace(request, machine=replace(request.machine, nodes=1))
+            narrower = next(iter(narrower_formats(on_first, worlds_of(request.machine.gpus))), None)
 
     points: list[dict[str, float]] = []
     pays_from = None
@@ -252,6 +259,7 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
         advice=advice(request, chosen, worlds),
         one_node=one,
         over_nodes=several,
+        one_node_in=narrower,
     )
 
 
