@@ -257,6 +257,69 @@ def test_a_job_keeps_the_number_of_rows_that_it_began_with(command: Command, mon
     assert command(*job).code == 0 and rows[1] == 2
 
 
+def job_with_rows(command: Command, monkeypatch: pytest.MonkeyPatch, kept: int) -> list[int]:
+    """The rows that a job's second process loads for, where the first one has written this number."""
+    write_input(5)
+    load, rows = PairSession.load, list[int]()
+    job, work = [*JOB, "task.max_new_tokens=4", "task.output=out.jsonl"], Path("out.jsonl.work")
+    assert command(*job).code == 0
+    (work / "rows.json").write_text(str(kept))
+    shutil.rmtree(work / "done")
+    monkeypatch.setattr(
+        PairSession, "load", lambda pair, n, *a, **k: rows.append(n) or load(pair, n, *a, **k)
+    )
+    monkeypatch.setattr(PairSession, "rows_for", lambda *_: 3)
+    assert command(*job).code == 0
+    return rows
+
+
+def test_a_process_with_less_room_takes_fewer_rows_than_the_job_began_with(
+    command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """It ended with code 5, and on Slurm its element was given up."""
+    caplog.set_level("INFO")
+    assert job_with_rows(command, monkeypatch, kept=5) == [3]
+    said = "3 rows at a time, not 5 as the job began: more do not fit or pay; 16-bit texts differ"
+    assert said in caplog.messages
+    assert json.loads(Path("out.jsonl.work/rows.json").read_bytes()) == 5, "for the others"
+
+
+def test_a_process_with_more_room_takes_the_rows_that_the_job_began_with(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    assert job_with_rows(command, monkeypatch, kept=2) == [2]
+
+
+def test_a_job_keeps_its_number_formats_and_its_device(command: Command, caplog: pytest.LogCaptureFixture):
+    """Another format of the target is refused, with both names; another device is said."""
+    caplog.set_level("INFO")
+    write_input(2)
+    job, work = [*JOB, "task.max_new_tokens=4", "task.output=out.jsonl"], Path("out.jsonl.work")
+    assert command(*job).code == 0
+    formats = work / "formats.json"
+    kept = json.loads(formats.read_bytes())
+    assert kept["formats"].keys() == {"model", "draft"} and kept["device"]
+    log = next((work / "groups").glob("*.jsonl")).read_text(encoding="utf-8")
+    assert json.dumps(kept["device"]) in log
+
+    shutil.rmtree(work / "done")
+    formats.write_text(json.dumps({**kept, "device": "a GPU"}))
+    assert command(*job).code == 0
+    assert any(line.startswith("the job began on a GPU, this is ") for line in caplog.messages)
+
+    shutil.rmtree(work / "done")
+    other = {**kept, "formats": {**kept["formats"], "model": "fp16"}, "device": "a V100"}
+    formats.write_text(json.dumps(other))
+    refused = command(*job)
+    (line,) = refused.errors
+    assert refused.code == 3 and "another number format" in line
+    assert f"found {kept['formats']['model']} on {kept['device']}, allowed fp16 on a V100" in line
+
+    formats.write_text(json.dumps({**kept, "formats": {**kept["formats"], "draft": "fp16"}}))
+    assert command(*job).code == 0, "a draft in another format gives the same distribution"
+    assert any("the job began with its draft in fp16" in line for line in caplog.messages)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "how",

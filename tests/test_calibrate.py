@@ -18,6 +18,7 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models import loader, steps
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.placing.this_machine import machine_for
+from llama_ssp.planner.speed import SUM_S, SUM_S_PER_RANK
 from llama_ssp.tasks import calibrate
 from llama_ssp.tasks.calibrate import FITTED, Case, cases, fitted, non_negative, predicted, shape
 from tests.distributed.faults import Started
@@ -122,6 +123,49 @@ def test_two_ranks_measure_what_they_say_to_each_other(tmp_path):
     written = yaml.safe_load((tmp_path / "cluster" / "calibrated.yaml").read_text(encoding="utf-8"))
     assert written["gpus"] == 2
     assert written["times"]["all_reduce_us"][2] > 0 and written["times"]["message_us"] > 0
+
+
+def on_two_nodes(rank: int) -> None:
+    """As torchrun starts one rank on each of two nodes."""
+    less_of_everything()
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": str(rank)}
+
+
+@pytest.mark.long
+def test_two_nodes_measure_the_network_between_them(tmp_path):
+    """They are written as two nodes, and no sum over them as one of a node."""
+    started = Started(
+        tmp_path / "run", 2, "task=calibrate", "task.repeats=1", "model=tiny", "draft=tiny_draft", "out=null",
+        f"task.folder={tmp_path}", fault=on_two_nodes,
+    )  # fmt: skip
+    answers = started.finish()
+    assert [answer.code for answer in answers] == [0, 0], answers[0].err
+    written = yaml.safe_load((tmp_path / "cluster" / "calibrated.yaml").read_text(encoding="utf-8"))
+    assert (written["nodes"], written["gpus"]) == (2, 1)
+    assert written["between_us"] > 0 and written["between_gb_s"] > 0
+    assert "all_reduce_us" not in written["times"] and written["times"]["message_us"] > 0
+
+
+@pytest.mark.parametrize("of_node", [1, 4])
+def test_the_network_that_made_the_sums_is_found(of_node):
+    """A sum inside of a node is left as it is; what sums over all ranks take more is the network's."""
+    latency_s, per_s, small, large = 100e-6, 3e9, 4096, 2**23
+    world, inside_s = 2 * of_node, 30e-6 if of_node > 1 else 0.0
+    share = 2 * (world - 1) / world
+    in_node_s = inside_s or SUM_S + SUM_S_PER_RANK  # as the plan has it for two ranks
+    more_s = 2e-3 if of_node > 1 else 0.0  # of a large sum inside of a node
+    every_s = [latency_s + share * size / per_s for size in (small, large)]
+    network_s = [
+        calibrate.CALLS * (in_node_s + every_s[0]),
+        calibrate.CALLS * inside_s,
+        calibrate.LARGE_CALLS * (inside_s + more_s),
+        calibrate.LARGE_CALLS * (in_node_s + more_s + every_s[1]),
+    ]
+    before = replace(cluster_with(), nodes=2, gpus=of_node)
+    found = calibrate.with_network(before, network_s, small, large)
+    assert found.between_us == pytest.approx(100, rel=0.01)
+    assert found.between_gb_s == pytest.approx(3, rel=0.01)
+    assert found.times.all_reduce_us == ({4: 30.0} if of_node > 1 else {})
 
 
 def test_it_writes_a_cluster_that_plans_use(command, small, caplog):

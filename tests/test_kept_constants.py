@@ -131,6 +131,20 @@ def test_sums_over_other_ranks_are_kept_on_a_gpu(cache: Path) -> None:
     assert kept.kept_constants("cpu", 2).constants is None
 
 
+def test_the_network_is_kept_with_the_sums_of_a_node(cache: Path) -> None:
+    """Of GPUs; a run on one node leaves it as it was measured."""
+    over = replace(MEASURED, gpu="H200", between_us=42.0, between_gb_s=7.0)
+    kept.keep_constants(over, kept.key_here("H200", 16), kept.BY_RUN)
+    kept.keep_constants(replace(MEASURED, gpu="H200"), kept.key_here("H200", 2), kept.BY_RUN)
+    found = kept.kept_constants("H200", 1).constants
+    assert found is not None and not found.lacks_sums(2, nodes=2)
+    on = found.over(ClusterConf(gpu="H200"), {})
+    assert (on.between_us, on.between_gb_s) == (42.0, 7.0)
+    named = found.over(ClusterConf(gpu="H200", between_us=9.0), {})
+    assert named.between_us == 9.0, "what the user gives holds"
+    assert kept.Constants(times=TIMES).lacks_sums(2, nodes=2), "the control: nothing is known of a network"
+
+
 def test_the_plan_says_what_its_times_are_of(cache: Path, command: Command) -> None:
     words = ("task=plan", "model=smollm2-135m", "draft=none", "out=null", "output=json")
     before = command(*words)

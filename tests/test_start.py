@@ -21,7 +21,7 @@ from llama_ssp.placing import start, this_machine
 from llama_ssp.placing.decision import decide
 from llama_ssp.placing.draft_length import Why
 from llama_ssp.placing.request import PairFiles, plannable
-from llama_ssp.placing.start import Start, command_line, prepared, to_paste
+from llama_ssp.placing.start import Start, command_lines, prepared, to_paste
 from llama_ssp.planner.plan import worlds_of
 from llama_ssp.planner.search import option
 from llama_ssp.planner.workload import MIB
@@ -104,7 +104,10 @@ def test_on_a_gpu_whose_figures_are_not_known_one_rank_is_started(started: Any) 
 
 def test_a_cluster_that_is_configured_counts(started: Any) -> None:
     assert started("model=65B", "draft=7B", "cluster=p4d", here=[]).ranks == 8
-    assert started("model=65B", "draft=7B", "cluster=p4d", "cluster.nodes=2", here=[]).ranks == 16
+    two = ("model=65B", "draft=7B", "cluster=p4d", "cluster.nodes=2")
+    assert started(*two, here=[]).ranks == 8, "the second node is no faster over its network"
+    fast = ("cluster.between_us=1", "cluster.between_gb_s=200")
+    assert started(*two, *fast, here=[]).ranks == 16
 
 
 def test_ranks_that_would_only_cost_time_are_not_started(started: Any) -> None:
@@ -200,14 +203,17 @@ def test_adaptive_starts_from_the_plan_where_nothing_is_measured() -> None:
         (["model=30B"], 1, "run it: llama-ssp generate model=30B ranks=1"),
         (
             ["generate", "65B"], 16,
-            "on each node: torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-id=1 "
-            "--rdzv-endpoint=FIRST_NODE:29500 -m llama_ssp generate 65B",
+            "run it on each node; FIRST_NODE is the address of node 0, which leads, prints and writes\n"
+            "on node 0: torchrun --nnodes=2 --node-rank=0 --nproc-per-node=8 --master-addr=FIRST_NODE "
+            "--master-port=29500 -m llama_ssp generate 65B\n"
+            "on node 1: torchrun --nnodes=2 --node-rank=1 --nproc-per-node=8 --master-addr=FIRST_NODE "
+            "--master-port=29500 -m llama_ssp generate 65B",
         ),
     ],
     ids=["plan", "batch", "task=plan", "no task", "two nodes"],
 )  # fmt: skip
 def test_the_command_to_paste(words: list[str], ranks: int, said: str) -> None:
-    assert to_paste(command_line(words, ranks, 8)) == said
+    assert to_paste(command_lines(words, ranks, 8)) == said
 
 
 LARGE = ("model=65B", "draft=7B", "cluster=p4d")

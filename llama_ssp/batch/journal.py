@@ -36,6 +36,7 @@ MANIFEST = "run.json"
 TRIALS = "trials.json"
 COSTS = "costs.json"
 ROWS = "rows.json"
+FORMATS = "formats.json"  # in which number formats the models are, and on which device the job began
 MACHINE = "machine.json"  # what was measured of the machine when the job began; {}: nothing
 PARTS = "parts"
 DONE = "done"
@@ -47,7 +48,7 @@ PUBLISHED = "published"
 BEFORE_MANIFEST = re.compile(
     r"index|input-[0-9]+|slurm|logs|\.(probe|index|input-[0-9]+|run\.json)\..+|\.nfs.+"
 )
-ALL_NAMES = {MANIFEST, TRIALS, COSTS, ROWS, MACHINE, PARTS, DONE, CLAIMS, GROUPS, PUBLISHED}
+ALL_NAMES = {MANIFEST, TRIALS, COSTS, ROWS, FORMATS, MACHINE, PARTS, DONE, CLAIMS, GROUPS, PUBLISHED}
 COUNTS = ("records", "failed", "tokens")  # of a group's work
 GONE = ("speculation.siblings", 0)  # a setting of 0.2 that changes nothing
 
@@ -119,6 +120,7 @@ class GroupWork:
 
     group: str
     node: str = ""
+    device: str = ""
     ranks: int = 1
     gpus: int = 0
     began: float = 0.0
@@ -239,6 +241,32 @@ class Journal:
                     allowed=f"{role}: {then}",
                     fix=f"give engine={then}",
                 )
+
+    def keep_formats(self, target: str, formats: dict[str, str], device: str) -> list[str]:
+        """Writes the number formats by role, and this device, once; returns what differs from them, in words.
+
+        Raises DataError where the role `target` has another format: texts have its distribution. A draft in
+        another one changes their bytes alone, and so does another device.
+        """
+        held = self.kept(FORMATS, {"formats": formats, "device": device})
+        then = held["device"]
+        lines = list[str]()
+        if device != then:
+            lines.append(f"the job began on {then}, this is {device}: texts in 16 bit differ by rounding")
+        for role, dtype in formats.items():
+            before = held["formats"].get(role, dtype)
+            if before == dtype:
+                continue
+            if role == target:
+                raise DataError(
+                    "the job has begun with its target in another number format",
+                    where=self.folder / FORMATS,
+                    found=f"{dtype} on {device}",
+                    allowed=f"{before} on {then}",
+                    fix=f"run it on such devices, or begin a job for both kinds with {role}.dtype={dtype}",
+                )
+            lines.append(f"the job began with its {role} in {before} on {then}, here it is in {dtype}")
+        return lines
 
     def is_done(self, shard: Shard) -> bool:
         return self._done(shard).exists()

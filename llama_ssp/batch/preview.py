@@ -50,10 +50,11 @@ def preview(pair: PairSpec) -> Preview:
     if decision.rows.value is None:
         kept = _kept(work / ROWS)
         prediction = predict(run, pair.placement, Known(rows=1, slots=slots))
-        if kept is not None:
+        planned = None if prediction is None else prediction.rows_that_pay(max(1, len(index)))
+        if kept is not None and (planned is None or int(kept) <= planned):
             rows = Chosen[int | None](value=int(kept), why=Why.kept)
-        elif prediction is not None:
-            rows = Chosen[int | None](value=prediction.rows_that_pay(max(1, len(index))), why=Why.planned)
+        elif planned is not None:
+            rows = Chosen[int | None](value=planned, why=Why.planned)
         else:
             rows = decision.rows
         decision = replace(decision, rows=rows)

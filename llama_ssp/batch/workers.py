@@ -32,6 +32,7 @@ from llama_ssp.errors import DATA, MODEL, OK, USAGE, UsageError
 from llama_ssp.placing.pairs import pair_files, placed
 from llama_ssp.placing.prediction import predict, require_fit
 from llama_ssp.placing.request import Known
+from llama_ssp.planner.plan import make_plan
 from llama_ssp.planner.storage import CPU
 from llama_ssp.report.console import Console, Progress
 from llama_ssp.report.run_folder import config_sha256, versions
@@ -62,6 +63,9 @@ def share(run: RunConf, folders: list[Path], world: int) -> tuple[Job, dict[str,
     # By the figures of the cluster that is named; None where it says too little.
     prediction = predict(pair.run, pair.placement, Known(slots=slots))
     require_fit(prediction, run.plan.enforce)
+    if run.cluster.nodes > 1 and prediction is not None:
+        for line in make_plan(prediction.request, pair.placement).said_of_nodes():
+            log.info("%s", line)
     verdict = prediction.option.verdict.value if prediction else None
     summary: dict[str, Any] = {"task": run.task.name, "config_sha256": config_sha256(job.run)}
     summary |= {"seed": manifest.settings["seed"], "records": manifest.records, "verdict": verdict}

@@ -34,10 +34,20 @@ NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """This rank and the number of ranks. Without a launcher: rank 0 of 1."""
+    """This rank, the number of ranks, and how many of them are on this node. Without a launcher: rank 0 of 1.
+
+    `node` is this node's number, as the launcher counts them.
+    """
 
     rank: int
     world: int
+    of_node: int = 1
+    node: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """Returns how many nodes there are, if each has as many ranks as this one."""
+        return -(-self.world // self.of_node)
 
     @property
     def is_leader(self) -> bool:
@@ -49,7 +59,9 @@ def rank_environment() -> RankEnvironment:
     world = number_of("WORLD_SIZE", 1, MAX_WORLD, default=1)
     rank = number_of("RANK", 0, world - 1, default=0)
     number_of("LOCAL_RANK", 0, world - 1, default=0)  # for the device; refused before anything is read
-    return RankEnvironment(rank, world)
+    of_node = number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=world)
+    node = number_of("GROUP_RANK", 0, MAX_WORLD, default=rank // of_node)  # of torchrun
+    return RankEnvironment(rank, world, of_node, node)
 
 
 def refuse_copies() -> None:

@@ -328,6 +328,10 @@ class ClusterConf:
     tflops: float | None = figure("Peak of a GPU in 16 bit without sparsity, in TFLOPS.", True)
     link: str = key("", "The kind of link between GPUs.")
     link_gb_s: float | None = figure("Bandwidth of the link in one direction, in GB/s.", True)
+    between_us: float | None = figure(
+        "Microseconds that a sum over ranks of several nodes takes in addition; null is 100 (Ethernet)."
+    )
+    between_gb_s: float | None = figure("Bandwidth between two nodes, in GB/s; null is 3.1 (Ethernet).", True)
     context_mib: float | None = figure("Memory that a process takes on its GPU, in MiB.")
     cublas_mib: float | None = figure("Memory that cuBLAS takes on a GPU, in MiB.")
     nccl_mib: float | None = figure("Memory that NCCL takes on a GPU, in MiB.")

@@ -32,6 +32,7 @@ from llama_ssp.pair.call_threads import CallThreads
 from llama_ssp.pair.calls import Calls
 from llama_ssp.pair.details import RoundRecorder
 from llama_ssp.pair.given import OWN, Given, taken_apart
+from llama_ssp.pair.hosts import say_nodes
 from llama_ssp.pair.requests import Reply, require_numbers
 from llama_ssp.pair.results import Completion, ScoredText, StreamedRow
 from llama_ssp.pair.run import Run, TimedStep
@@ -106,6 +107,7 @@ def load_pair(
         ranks = ranks_of(run)
         with first_cause(ranks):
             ranks.require_same("arguments of load_pair", "\n".join(words))
+            say_nodes(ranks, device, spec.run, spec.placement)
             with _naming_open_pairs():
                 session = PairSession(spec, ranks, given).load(task.batch_size, max_tokens)
             return Pair(session, calls)

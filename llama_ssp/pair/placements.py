@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from llama_ssp.config import Bridging, Drafting, Dtype, ModelConf, RunConf, Splitting, Steps, home_expanded
-from llama_ssp.config.environment import MAX_WORLD, number_of
+from llama_ssp.config.environment import rank_environment
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import UsageError
 from llama_ssp.models.checkpoint import dtype_on_disk
@@ -25,7 +25,7 @@ from llama_ssp.pair.given import NOTHING, Given
 from llama_ssp.placing.engine import COMPILES_ONCE, needs_trial, tokens_generated, why_eager
 from llama_ssp.placing.pairs import PairSpec, require_whole
 from llama_ssp.placing.prediction import Prediction, predict, require_fit, require_host, warn_of_codes
-from llama_ssp.placing.request import Known, request_of
+from llama_ssp.placing.request import Known, machine_of_run, request_of
 from llama_ssp.planner.engine import launching_s
 from llama_ssp.planner.fit import require_capacity
 from llama_ssp.planner.hardware import CPU_RESERVE
@@ -213,6 +213,7 @@ def require_loadable(
         connected=sum(map(ranks.is_connected, splits)),
         on_cpu=device.type == "cpu",
     )
+    known = replace(known, capacities=capacities_of(run, known, ranks))
     if target.splitting is Splitting.layers and all(is_planned(placed.model) for placed in placements):
         with suppress(UsageError):  # a GPU without known figures
             room = request_of(run, known).room_by_layers()
@@ -223,11 +224,25 @@ def require_loadable(
     if prediction is not None:
         require_fit(prediction, run.plan.enforce)
         if device.type == "cuda" and run.plan.enforce:
-            require_host(prediction, ranks_here(), memory_here())
+            require_host(prediction, rank_environment().of_node, memory_here())
         warn_of_codes(prediction)
     elif run.plan.enforce:
         require_room(placements, run, rows * max(caches), slots)
     return placements, prediction
+
+
+def capacities_of(run: RunConf, known: Known, ranks: Ranks) -> tuple[int, ...]:
+    """Returns what each rank's device has for the run, by its own figures; all ranks call it.
+
+    GPUs may be of several kinds, and CPUs of several sizes. Of a rank that does not know its GPU's figures
+    this rank's own are taken.
+    """
+    if ranks.world == 1:
+        return ()
+    own = 0
+    with suppress(UsageError):
+        own = machine_of_run(run, known).capacity
+    return tuple(capacity or own for (capacity,) in ranks.gather_ints([own]))
 
 
 def _shared(placements: Placements, device: torch.device) -> int:
@@ -242,11 +257,6 @@ def _shared(placements: Placements, device: torch.device) -> int:
         and placed.device == device
         and not (placed.compiled and device.type == "cpu")
     )
-
-
-def ranks_here() -> int:
-    """Returns how many ranks are on this machine."""
-    return number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=1)
 
 
 def require_room(placements: Placements, run: RunConf, rows: int, slots: int) -> None:
@@ -266,7 +276,8 @@ def require_room(placements: Placements, run: RunConf, rows: int, slots: int) ->
             ranks = 1
             if placed.splitting is Splitting.deepspeed:
                 ranks = placed.degree
-                require_capacity([(role, 1)] * ranks_here(), 0, 1, "the host", memory_here(), CPU_RESERVE)
+                sharing = rank_environment().of_node
+                require_capacity([(role, 1)] * sharing, 0, 1, "the host", memory_here(), CPU_RESERVE)
             by_device.setdefault(place, []).append((role, ranks))
     for device, roles in by_device.items():
         if device is None:

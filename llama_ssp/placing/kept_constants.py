@@ -32,7 +32,8 @@ FOLDER = "machine"
 SWITCH = "LLAMA_SSP_MEASURED"
 OFF = "0"
 MEANING = 2  # of the constants; one more whenever the plan's formula gives one another meaning
-FIGURES = "gb_s", "tflops", "context_mib"
+OF_NETWORK = "between_us", "between_gb_s"
+FIGURES = ("gb_s", "tflops", "context_mib", *OF_NETWORK)
 NOT_YET = "this machine is not measured yet"
 OF_TIMES = tuple(each.name for each in fields(TimesConf) if each.name not in ("source", "all_reduce_us"))
 WRONG_CONTENT = ValueError, KeyError, TypeError, AttributeError
@@ -86,9 +87,11 @@ class Constants:
         """Returns whether a run has measured a CPU of which it had not loaded our kernels."""
         return self.by == BY_RUN and self.times.kernel_gb_s is None
 
-    def lacks_sums(self, ranks: int) -> bool:
-        """Returns whether sums over so many ranks have not been measured."""
-        return ranks > 1 and ranks not in self.times.all_reduce_us
+    def lacks_sums(self, of_node: int, nodes: int = 1) -> bool:
+        """Returns whether sums over so many ranks of a node, or over nodes, have not been measured."""
+        if nodes > 1 and "between_us" not in self.figures:
+            return True
+        return of_node > 1 and of_node not in self.times.all_reduce_us
 
     def over(self, cluster: ClusterConf, preset: dict[str, Any]) -> ClusterConf:
         """Returns the cluster with these constants where it leaves figures open, else as the GPU's preset."""
@@ -230,17 +233,19 @@ def _figure(value: object) -> float:
 def keep_constants(cluster: ClusterConf, key: MachineKey, by: str) -> Path:
     """Writes what was measured. Raises OSError or RuntimeError where the user's cache cannot be written.
 
-    On a GPU sums over another number of ranks stay as they were measured.
+    On a GPU sums over another number of ranks, and over nodes, stay as they were measured.
     """
     reduce = dict(cluster.times.all_reduce_us)
+    figures = {name: getattr(cluster, name) for name in FIGURES if getattr(cluster, name) is not None}
     with suppress(OSError, *WRONG_CONTENT):
         before = _constants_of(json.loads(key.place.read_text(encoding="utf-8")), key)
         reduce = before.times.all_reduce_us | reduce
+        figures = {name: before.figures[name] for name in OF_NETWORK if name in before.figures} | figures
     content = {
         "key": asdict(key),
         "by": by,
         "day": time.strftime("%Y-%m-%d"),
-        "figures": {name: getattr(cluster, name) for name in FIGURES if getattr(cluster, name) is not None},
+        "figures": figures,
         "times": {**_known(cluster.times), "all_reduce_us": reduce},
     }
 

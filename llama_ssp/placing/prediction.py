@@ -112,7 +112,11 @@ def require_fit(prediction: Prediction | None, enforce: bool) -> None:
     request = prediction.request
     chosen = prediction.option
     worst = chosen.worst
-    where = f"rank {worst.rank} of {chosen.placement.in_words()}, {request.machine.in_words()}"
+    where = f"rank {worst.rank} of {chosen.placement.in_words()}"
+    if len(set(request.machine.capacities)) > 1:
+        where += ", whose ranks have different memory"
+    else:
+        where += f", {request.machine.in_words()}"
     needed = f"{worst.total / GIB:.2f} GiB"
     there = f"{worst.capacity / GIB:.2f} GiB"
     if chosen.verdict is FitVerdict.uncertain or not enforce:
@@ -170,7 +174,8 @@ def fitting(prediction: Prediction, rank: int, available: int, needed: int) -> t
     taken = request.machine.taken
     there = taken["context"] + taken["nccl"] * communicators(chosen.placement, rank)
     capacity = available + there - max(0, needed + there - planned)
-    request = replace(request, machine=replace(request.machine, capacity=max(0, capacity)))
+    machine = replace(request.machine, capacity=max(0, capacity), capacities=())
+    request = replace(request, machine=machine)
     return planned, _changes(request, option(request, chosen.placement, chosen.k))
 
 

@@ -14,6 +14,7 @@ from llama_ssp.config import (
     Dtype,
     ModelConf,
     PlacementConf,
+    PlanConf,
     RunConf,
     Splitting,
     Weights,
@@ -26,6 +27,7 @@ from llama_ssp.placing.accepted import curve_of
 from llama_ssp.placing.draft_length import asked_k
 from llama_ssp.placing.engine import step_rule, tokens_generated
 from llama_ssp.placing.this_machine import machine_for, plans_for_cpu
+from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.search import Option, PlanRequest, option, search
 from llama_ssp.planner.workload import DRAFT, GIB, TARGET, Role, Workload
 from llama_ssp.speculative.draft_length import AcceptanceCurve, PairAcceptance
@@ -113,6 +115,7 @@ class Known:
     are the number formats by role, else what the machine makes of `auto`; `caches` says how many of the
     target's and of the draft's there are at once. `measured` are the bytes that are free for this process on
     its device, and `connected` the groups of ranks that it has joined by then (planner/hardware.py).
+    `capacities` are what the plan makes of the measured bytes of every rank, as ranks have told each other.
     """
 
     rows: int | None = None
@@ -121,6 +124,7 @@ class Known:
     caches: tuple[int, int] = (1, 1)
     measured: int | None = None
     connected: int = 0
+    capacities: tuple[int, ...] = ()
     on_cpu: bool = False
 
 
@@ -131,15 +135,7 @@ def request_of(run: RunConf, known: Known = USUAL) -> PlanRequest:
     """Returns what to plan for a run. Raises UsageError for a GPU without known figures."""
     task = run.task
     spec = run.speculation
-    started = rank_environment().world  # of a run that has begun
-    ranks = started if started > 1 else run.ranks or 1
-    machine = machine_for(
-        run.cluster,
-        known.measured,
-        known.connected,
-        ranks=ranks,
-        on_cpu=known.on_cpu or plans_for_cpu(run),
-    )
+    machine = machine_of_run(run, known)
 
     most_tokens = run.model.context if known.slots is None else known.slots
     new_tokens = min(task.max_new_tokens, most_tokens - 1)
@@ -181,6 +177,28 @@ def request_of(run: RunConf, known: Known = USUAL) -> PlanRequest:
         k=None if spec.adaptive else asked,
         least_chunk=USUAL_CHUNK if task.prefill_chunk is None else None,
     )
+
+
+def machine_of_run(run: RunConf, known: Known = USUAL) -> Machine:
+    """Returns the machine that the run is planned for. Raises UsageError for a GPU without known figures.
+
+    A run that has begun has the nodes that its launcher has started it on, whatever the configuration says.
+    """
+    here = rank_environment()
+    has_begun = here.world > 1
+    machine = machine_for(
+        run.cluster,
+        known.measured,
+        known.connected,
+        ranks=here.world if has_begun else run.ranks or 1,
+        on_cpu=known.on_cpu or plans_for_cpu(run),
+    )
+    if has_begun and not isinstance(run.task, PlanConf):
+        if here.nodes > 1:
+            machine = replace(machine, nodes=here.nodes, gpus=here.of_node)
+        else:
+            machine = replace(machine, nodes=1, gpus=machine.world)
+    return replace(machine, capacities=known.capacities)
 
 
 def _acceptance(run: RunConf) -> tuple[PairAcceptance, bool]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llama_ssp.config import CalibrateConf, GenerateConf, RunConf, Splitting
 from llama_ssp.config.arguments import divided, each_key_once
+from llama_ssp.config.environment import rank_environment
 from llama_ssp.config.run import key_types
 from llama_ssp.distributed.gpus import Gpu, gpus_here
 from llama_ssp.distributed.placement import spans
@@ -22,13 +23,21 @@ from llama_ssp.planner.search import NOTABLE, Option
 from llama_ssp.planner.workload import MIB
 
 HELD = 512 * MIB  # a driver takes less of an idle GPU, a program takes more
+ONE_MACHINE = "cluster.nodes starts nothing on other machines: --dry-run prints the command for each node"
+OF_NETWORK = "cluster.between_us", "cluster.between_gb_s"  # of a cluster what also a run is planned with
+MEETING = "--master-addr=FIRST_NODE --master-port=29500"
+FIRST_LEADS = "run it on each node; FIRST_NODE is the address of node 0, which leads, prints and writes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The ranks to start, the environment that gives them their GPUs, and what the user should know."""
+    """The ranks to start, the environment that gives them their GPUs, and what the user should know.
+
+    `of_node`: how many of them are on each of several nodes; None on one.
+    """
 
     ranks: int
+    of_node: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -48,16 +57,24 @@ def prepared(
     if run.download and not dry:
         _require_room(run, pair_files(run, folders, dry=True), world)
     files = pair_files(run, folders, dry)
-    start = Start(ranks=world) if world > 1 else start_of(run, files, dry)
+    if world > 1:
+        here = rank_environment()
+        start = Start(ranks=world, of_node=here.of_node if here.nodes > 1 else None)
+    else:
+        start = start_of(run, files, dry)
+        if run.cluster.nodes > 1 and not dry:
+            start = replace(start, notes=(*start.notes, ONE_MACHINE))
 
     # Several pairs share the ranks; a calibration measures every one.
     all_work = len(files) > 1 or isinstance(task, CalibrateConf)
-    worlds = [start.ranks] if all_work else worlds_of(start.ranks)
+    worlds = [start.ranks] if all_work else worlds_of(start.ranks, start.of_node)
     least_k = 0 if task.may_not_draft else 1
     pairs = tuple(placed(one, worlds, least_k) for one in files)
     used = max(pair.placement.world for pair in pairs)
     if used < start.ranks:
         idle = f"no work for ranks {spans(range(used, start.ranks))}: ranks={used} is as fast"
+        if start.of_node is not None and used <= start.of_node:
+            idle = f"no work for ranks {spans(range(used, start.ranks))}: over the network it is no faster"
         start = replace(start, ranks=used, notes=(*start.notes, idle))
     if not dry:
         pairs = tuple(replace(pair, run=replace(pair.run, task=task)) for pair in pairs)
@@ -91,7 +108,7 @@ def start_of(run: RunConf, pairs: Sequence[PairFiles], dry: bool) -> Start:
     if is_elsewhere:
         machine = machine_for(run.cluster)
         if machine.nodes > 1:
-            return Start(ranks=machine.world)
+            return Start(ranks=machine.world, of_node=machine.gpus)
         gpus = [] if machine.is_cpu else [Gpu(name=machine.gpu)] * machine.gpus
     else:
         gpus = gpus_here()
@@ -147,18 +164,19 @@ def _planned(files: PairFiles, gpus: int, free: int | None) -> list[Option]:
     return sorted(planned, key=lambda one: one.order)
 
 
-def command_line(words: Sequence[str], ranks: int, gpus: int, is_shared: bool = False) -> str:
-    """Returns the command to paste for what these words plan; over nodes of `gpus` GPUs the one for each.
+def command_lines(words: Sequence[str], ranks: int, gpus: int, is_shared: bool = False) -> list[str]:
+    """Returns the command to paste for what these words plan; over nodes of `gpus` GPUs one for each node.
 
     The words of a plan that its task alone knows are left out. Of a job that is shared among groups of ranks
     the command stays as it is: it starts the groups, and each starts its ranks.
     """
     given, _ = divided(words)
     if is_shared:
-        return shlex.join(["llama-ssp", *each_key_once(given).values()])
+        return [shlex.join(["llama-ssp", *each_key_once(given).values()])]
     kept = dict[str, str]()
     for key, word in each_key_once(given).items():
-        kept |= {} if key == "ranks" or key.partition(".")[0] == "cluster" else {key: word}
+        is_elsewhere = key.partition(".")[0] == "cluster" and key not in OF_NETWORK
+        kept |= {} if key == "ranks" or is_elsewhere else {key: word}
     bare = [word for key, word in kept.items() if key.startswith(" ")]
     keyed = {key: word for key, word in kept.items() if not key.startswith(" ")}
     task = bare[0] if bare else keyed.pop("task", "task=generate").partition("=")[2]
@@ -168,12 +186,19 @@ def command_line(words: Sequence[str], ranks: int, gpus: int, is_shared: bool = 
         keyed = {key: word for key, word in keyed.items() if key in known or not key.startswith("task.")}
     command = [task, *bare[1:], *keyed.values()]
     if ranks <= gpus:
-        return shlex.join(["llama-ssp", *command, f"ranks={ranks}"])
-    nodes = f"--nnodes={-(-ranks // gpus)} --nproc-per-node={gpus}"
-    meeting = "--rdzv-backend=c10d --rdzv-id=1 --rdzv-endpoint=FIRST_NODE:29500"
-    return f"torchrun {nodes} {meeting} -m llama_ssp {shlex.join(command)}"
+        return [shlex.join(["llama-ssp", *command, f"ranks={ranks}"])]
+    nodes = -(-ranks // gpus)
+    # By their numbers, not by a rendezvous of equals: torch would number the nodes by their names' order.
+    return [
+        f"torchrun --nnodes={nodes} --node-rank={node} --nproc-per-node={gpus} {MEETING} "
+        f"-m llama_ssp {shlex.join(command)}"
+        for node in range(nodes)
+    ]
 
 
-def to_paste(command: str) -> str:
-    """Returns the last line of a plan."""
-    return f"{'on each node' if command.startswith('torchrun') else 'run it'}: {command}"
+def to_paste(commands: Sequence[str]) -> str:
+    """Returns the last lines of a plan: the command, or one for each node, of which the first leads."""
+    if len(commands) == 1:
+        return f"run it: {commands[0]}"
+    lines = [f"on node {node}: {command}" for node, command in enumerate(commands)]
+    return "\n".join([FIRST_LEADS, *lines])

@@ -17,6 +17,7 @@ from llama_ssp.planner.workload import Role, Workload
 LEAST_CONTEXT = 64
 SMALL_CHUNK = 128
 MOST_ADVICE = 4
+MOST_FORMATS = 2  # of these
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def overrides(placement: Placement) -> str:
 def _tried(request: PlanRequest, chosen: Option, worlds: list[int]) -> Iterator[str]:
     if better := _best(request, worlds):
         yield _moved(chosen.placement, better.placement)
-    yield from _in_narrower_formats(request, worlds)
+    for words, best in narrower_formats(request, worlds)[:MOST_FORMATS]:
+        yield f"{words} ({best.placement.in_words()})"
     room = largest(request, chosen)
     if room.rows:
         rows = f"{room.rows} row{'s' if room.rows > 1 else ''}"
@@ -112,14 +114,18 @@ def _on_more_gpus(request: PlanRequest) -> Changed:
 
 
 def _on_more_nodes(request: PlanRequest) -> Changed:
-    """Yields the same on more nodes, all of whose GPUs are used."""
+    """Yields the same on more nodes, all of whose GPUs are used. These are machines to get, not a setting."""
     machine = request.machine
     gpus = max(machine.gpus, machine.gpus_of_node)
-    whole = f"cluster.gpus={gpus} and " if gpus > machine.gpus else ""
+    each = f"{gpus} GPUs each" if gpus > 1 else "a GPU each"
+    whole = f" cluster.gpus={gpus}" if gpus > machine.gpus else ""
     if machine.is_cpu:
         return
     for nodes in (2 * machine.nodes, 4 * machine.nodes):
-        yield f"{whole}cluster.nodes={nodes} instead of {machine.nodes}", _on(request, gpus, nodes)
+        words = (
+            f"{nodes} nodes with {each} (plan with{whole} cluster.nodes={nodes}: it prints their commands)"
+        )
+        yield words, _on(request, gpus, nodes)
 
 
 def _first(changed: Changed) -> list[str]:
@@ -138,31 +144,47 @@ def _fits(request: PlanRequest, placement: Placement, work: Workload) -> bool:
 
 def _best(request: PlanRequest, worlds: list[int]) -> Option | None:
     """Returns the fastest that fits of a few placements of each kind, if there is one."""
-    with suppress(DistributedError):
+    with suppress(DistributedError, ModelError):
         best = search(request, worlds, every=False)[0]
         return best if best.verdict is FitVerdict.fits else None
     return None
 
 
-def _in_narrower_formats(request: PlanRequest, worlds: list[int]) -> Iterator[str]:
-    """Yields one model in the widest format that makes it fit; else both in the narrowest."""
-    one_fits = False
+def narrower_formats(request: PlanRequest, worlds: list[int]) -> list[tuple[str, Option]]:
+    """Returns formats that make it fit: one model in the widest that does, and both in 8 or in 4 bit.
+
+    Each is given by the words of the command line, with its plan. The widest of the target are first, since
+    its texts are what counts; of equally wide ones the fastest.
+    """
+    fitting = list[tuple[str, float, Option]]()  # words, bytes of a number of the target, the plan
     for role in request.roles:
         kept = [Dtype.packed] if role.model.code_bits else []
         for dtype in (Dtype.bf16 if request.machine.bf16 else Dtype.fp16, *kept, Dtype.int8, Dtype.nf4):
             if BYTES[dtype] >= BYTES[role.dtype]:
                 continue
-            fitting = _best(_with_dtype(request, role, dtype), worlds)
-            if fitting is not None:
-                one_fits = True
-                yield f"{role.role}.dtype={dtype.value} ({fitting.placement.in_words()})"
+            best = _best(_with_dtype(request, role, dtype), worlds)
+            if best is not None:
+                width = BYTES[dtype] if role is request.target else BYTES[request.target.dtype]
+                fitting.append((f"{role.role}.dtype={dtype.value}", width, best))
                 break
 
-    if not one_fits and request.draft is not None:
-        both = _with_dtype(_with_dtype(request, request.target, Dtype.nf4), request.draft, Dtype.nf4)
-        fitting = _best(both, worlds)
-        if fitting is not None:
-            yield f"model.dtype=nf4 draft.dtype=nf4 ({fitting.placement.in_words()})"
+    if request.draft is not None:
+        for dtype in (Dtype.int8, Dtype.int4, Dtype.nf4):
+            best = _both_in(request, dtype, worlds)
+            if best is not None and (dtype is not Dtype.nf4 or not fitting):
+                fitting.append((f"model.dtype={dtype.value} draft.dtype={dtype.value}", BYTES[dtype], best))
+    fitting.sort(key=lambda each: (-each[1], each[2].ms_per_token))
+    return [(words, best) for words, _, best in fitting]
+
+
+def _both_in(request: PlanRequest, dtype: Dtype, worlds: list[int]) -> Option | None:
+    """Returns the fastest placement of both models in this format, if it fits and both become smaller."""
+    both = request
+    for role in request.roles:
+        if BYTES[dtype] >= BYTES[role.dtype]:
+            return None
+        both = _with_dtype(both, role, dtype)
+    return _best(both, worlds)
 
 
 def _with_dtype(request: PlanRequest, role: Role, dtype: Dtype) -> PlanRequest:

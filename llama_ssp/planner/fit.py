@@ -81,7 +81,6 @@ def rank_memories(
     """
     if place.splitting is Splitting.layers:
         return tuple(_by_layers(machine, target, draft, place, work, compiled))
-    capacity = machine.capacity_of(place.world)
     memories = []
     known: dict[RankWork, tuple[MemoryLine, ...]] = {}  # most ranks hold as much as another
     for rank in range(place.world):
@@ -90,7 +89,7 @@ def rank_memories(
         if of_size not in known:
             libraries = library_lines(machine, place, rank)
             known[of_size] = (*device_lines(of_size), *libraries, *graph_lines(machine, of_size))
-        memories.append(RankMemory(rank, known[of_size], capacity))
+        memories.append(RankMemory(rank, known[of_size], machine.capacity_of(place.world, rank)))
     return tuple(memories)
 
 

@@ -7,11 +7,13 @@ read elsewhere (placing/this_machine.py).
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from llama_ssp.config import ClusterConf, Dtype, TimesConf
 from llama_ssp.config.presets import machines, nearest
+from llama_ssp.distributed.placement import LEADER
 from llama_ssp.errors import DistributedError, UsageError
 from llama_ssp.planner.activations import GPU, Kernels
 from llama_ssp.planner.speed import Times, times_of
@@ -27,7 +29,8 @@ GPU_RESERVE = 256 * MIB  # of a GPU's free memory: kernels that are loaded later
 class Machine:
     """A cluster with every figure. `capacity` is a GPU's bytes, or the CPU's memory, less the reserve.
 
-    `taken` are the bytes that libraries take on a GPU: the context, a workspace, a communicator, a graph.
+    `capacities` are those of the ranks of a run, where each has measured its own. `taken` are the bytes that
+    libraries take on a GPU: the context, a workspace, a communicator, a graph.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Machine:
     gpus_of_node: int = 1  # as the cluster's preset has them
     threads: int = 1  # of a CPU's kernels, each of which has scratch memory
     lacks: str = ""  # why the times of this machine are not measured ones; empty of a named cluster
+    capacities: tuple[int, ...] = ()
 
     @property
     def world(self) -> int:
@@ -90,9 +94,21 @@ class Machine:
             )
         return replace(self, gpus=ranks // nodes, nodes=nodes)
 
-    def capacity_of(self, world: int) -> int:
-        """Returns the bytes for one of `world` ranks; ranks on a CPU share its memory."""
-        return self.capacity // -(-world // self.nodes) if self.is_cpu else self.capacity
+    def node_of(self, rank: int) -> int:
+        """Returns the node of a rank: launchers fill one node after the other."""
+        return min(rank // self.gpus, self.nodes - 1)
+
+    def nodes_of(self, ranks: Sequence[int]) -> int:
+        """Returns on how many nodes these ranks are."""
+        return len({self.node_of(rank) for rank in ranks})
+
+    def capacity_of(self, world: int, rank: int = LEADER) -> int:
+        """Returns the bytes for one of `world` ranks; those on the CPUs of one node share its memory."""
+        capacity = self.capacities[rank] if rank < len(self.capacities) else self.capacity
+        if not self.is_cpu:
+            return capacity
+        node = self.node_of(rank)
+        return capacity // sum(self.node_of(other) == node for other in range(world))
 
     def dtype(self, conf: Dtype) -> Dtype:
         """Resolves `auto` as the loader does."""
@@ -166,6 +182,8 @@ def machine_of(
             whole.gb_s or 0.0,
             whole.tflops or 0.0,
             whole.link_gb_s,
+            between_us=whole.between_us,
+            between_gb_s=whole.between_gb_s,
             on_cpu=is_cpu,
             borrowed=is_borrowed,
         ),

@@ -1,14 +1,17 @@
 """A plan: verdict, memory of every GPU, placements ranked, the speed-up of drafting. No torch."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llama_ssp.config import Overlap, Splitting
 from llama_ssp.distributed.placement import Placement
-from llama_ssp.planner.advice import Largest, advice, largest, overrides
+from llama_ssp.errors import DistributedError, ModelError
+from llama_ssp.planner.advice import Largest, advice, largest, narrower_formats, overrides
 from llama_ssp.planner.engine import launching_s
 from llama_ssp.planner.fit import FitVerdict, RankMemory
+from llama_ssp.planner.nodes import crossings, is_draft_far, on_one_node, over_nodes, said_of_nodes
 from llama_ssp.planner.search import (
     Option,
     PlanRequest,
@@ -42,6 +45,9 @@ class Plan:
     pays_from: float | None
     largest: Largest
     advice: list[str]
+    one_node: Option | None = None  # the fastest that fits one of several nodes
+    over_nodes: Option | None = None  # the fastest that takes more than one
+    one_node_in: tuple[str, Option] | None = None  # formats that make it fit one node, where it does not
 
     @property
     def verdict(self) -> FitVerdict:
@@ -122,6 +128,28 @@ class Plan:
             limit = below if speedup > 1 else f"; it pays from {self.pays_from:.2f}"
         return f"{fit}, {where}; at {self.request.acceptance_in_words}{gain}{limit}."
 
+    def said_of_nodes(self) -> list[str]:
+        """Returns what is said of several nodes, a line each: what the network costs, and one node takes."""
+        return list(
+            said_of_nodes(self.request, self.chosen, self.one_node, self.over_nodes, self.one_node_in)
+        )
+
+    def network(self) -> dict[str, Any] | None:
+        """Returns the figures between nodes, and what the chosen placement sends there; None of one node."""
+        machine = self.request.machine
+        if machine.nodes == 1:
+            return None
+        crossing = crossings(self.request, self.chosen.placement)
+        return {
+            "between_us": machine.times.network * 1e6,
+            "between_gb_s": machine.times.network_per_s / 1e9,
+            "sums_a_pass": {one.role: one.sums for one in crossing},
+            "bytes_a_token": {one.role: one.bytes_per_token for one in crossing},
+            "draft_on_another_node": is_draft_far(self.request, self.chosen.placement),
+            "one_node": None if self.one_node is None else self._in_short(self.one_node),
+            "over_nodes": None if self.over_nodes is None else self._in_short(self.over_nodes),
+        }
+
     def document(self) -> dict[str, Any]:
         """Returns the figures under the names of the JSON interface."""
         chosen = self.chosen
@@ -145,6 +173,7 @@ class Plan:
             "per_gpu": [gpu_document(memory) for memory in chosen.ranks],
             "placements": [self._ranked(planned) for planned in self.options],
             "best": best,
+            "network": self.network(),
             "by_acceptance": self.acceptances if self.runs else [],
             "break_even_acceptance": self.pays_from if self.runs else None,
             "largest": asdict(self.largest),
@@ -187,7 +216,7 @@ class Plan:
 
 def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
     """Returns the plan of one placement, or of all that the cluster allows."""
-    worlds = worlds_of(request.machine.world)
+    worlds = worlds_of(request.machine.world, request.machine.gpus)
     options = search(request, worlds) if fixed is None else [option(request, fixed, request.k)]
     chosen = options[0]
     request = replace(request, work=replace(request.work, prefill_chunk=chosen.prefill_chunk))
@@ -196,11 +225,25 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
         regular = Regular(ms_per_token=chosen.regular_ms, ranks=1)  # by layers, too
     else:
         regular = regular_sampling(request, options, worlds)
+    one: Option | None = None
+    several: Option | None = None
+    narrower: tuple[str, Option] | None = None
+    if request.machine.nodes > 1:
+        on_one = options
+        if fixed is not None:  # what it could be
+            on_one = search_or_none(request, worlds_of(request.machine.gpus))
+        one = on_one_node(on_one)
+        several = over_nodes(options)
+        if one is None:
+            on_first = replace(request, machine=replace(request.machine, nodes=1))
+            narrower = next(iter(narrower_formats(on_first, worlds_of(request.machine.gpus))), None)
+
     points: list[dict[str, float]] = []
     pays_from = None
     if len(chosen.times.verify) > 1:
         # At another acceptance another placement may be the fastest.
-        every = [one.times for one in options if one.runs] or [chosen.times]
+        every = [planned.times for planned in options if planned.runs and planned.nodes <= chosen.nodes]
+        every = every or [chosen.times]
         points = [at_acceptance(every, acceptance, regular.ms_per_token) for acceptance in ACCEPTANCES]
         pays_from = break_even(every, regular.ms_per_token)
 
@@ -214,7 +257,17 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
         pays_from=pays_from,
         largest=largest(request, chosen),
         advice=advice(request, chosen, worlds),
+        one_node=one,
+        over_nodes=several,
+        one_node_in=narrower,
     )
+
+
+def search_or_none(request: PlanRequest, worlds: list[int]) -> list[Option]:
+    """Returns the placements over these numbers of ranks, sorted; none where none is possible."""
+    with suppress(DistributedError, ModelError):
+        return search(request, worlds)
+    return []
 
 
 def target_prefill_s(request: PlanRequest, placement: Placement, rows: int) -> float:
@@ -226,11 +279,14 @@ def target_prefill_s(request: PlanRequest, placement: Placement, rows: int) -> f
     return prefill_s(cost, request.machine.times, rows, work.prompt_tokens, work.prefill_chunk, least_s)
 
 
-def worlds_of(most: int) -> list[int]:
-    """Returns the numbers of ranks to try: all, or of many the powers of two."""
+def worlds_of(most: int, of_node: int | None = None) -> list[int]:
+    """Returns the numbers of ranks to try: all, or of many the powers of two; and those of one node."""
     if most <= MANY:
         return list(range(1, most + 1))
-    return [*(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < most), most]
+    many = [*(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < most), most]
+    if of_node is None or of_node >= most:
+        return many
+    return sorted({*many, *worlds_of(of_node)})
 
 
 def parts(lines: Iterable[MemoryLine]) -> dict[str, int]:

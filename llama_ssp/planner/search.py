@@ -28,6 +28,7 @@ from llama_ssp.planner.speed import (
     RoundTimes,
     Times,
     forward_s,
+    hops,
     pass_cost,
 )
 from llama_ssp.planner.storage import BYTES, WEIGHTS
@@ -45,6 +46,7 @@ ID_BYTES = 4
 COMPILED_SHARE = 0.25
 IN_A_STEP = "layer", "step", "round", "check", "probs", "accept"
 NOTABLE = 0.05  # by how much a step must be slower to be named
+FURTHER_NODES = 1.1  # how many times as fast several nodes have to be to be taken in place of one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,7 @@ class Option:
     k: int
     ms_per_token: float
     prefill_chunk: int
+    nodes: int = 1  # that it takes
 
     @property
     def worst(self) -> RankMemory:
@@ -146,11 +149,15 @@ class Option:
 
     @property
     def order(self) -> tuple[int, float, int, int]:
-        """Returns what options are sorted by: the fastest that fits is first."""
+        """Returns what options are sorted by: the fastest that fits is first.
+
+        Several nodes are worth it only where that is FURTHER_NODES times as fast: less is within the error.
+        """
         if not self.runs:  # its speed does not matter
             return self.verdict.rank, float(-self.worst.margin), self.placement.world, 0
         # Times are compared as they are printed; of equal ones fewer ranks and less memory are better.
-        return self.verdict.rank, round(self.ms_per_token, 3), self.placement.world, self.worst.total
+        ms = round(self.ms_per_token if self.nodes == 1 else FURTHER_NODES * self.ms_per_token, 3)
+        return self.verdict.rank, ms, self.placement.world, self.worst.total
 
     @property
     def regular_ms(self) -> float:
@@ -194,6 +201,7 @@ def option(request: PlanRequest, placement: Placement, k: int | None = None) -> 
         k=k,
         ms_per_token=ms,
         prefill_chunk=work.prefill_chunk,
+        nodes=request.machine.nodes_of((*placement.target, *placement.draft)),
     )
 
 
@@ -283,8 +291,16 @@ def search(request: PlanRequest, worlds: list[int], every: bool = True) -> list[
 
 def cost_of(request: PlanRequest, role: Role, placement: Placement) -> PassCost:
     """Returns what a pass of the role costs with this placement."""
-    ranks = len(placement.target) if role.role == TARGET else placement.draft_degree
-    return pass_cost(role, ranks, request.machine.store(request.why_eager(role, placement) is None))
+    ranks = ranks_of_one(role, placement)
+    store = request.machine.store(request.why_eager(role, placement) is None)
+    return pass_cost(role, len(ranks), store, request.machine.nodes_of(ranks))
+
+
+def ranks_of_one(role: Role, placement: Placement) -> tuple[int, ...]:
+    """Returns the ranks over which one model of the role is split; of copies the first one's."""
+    if role.role == TARGET:
+        return placement.target
+    return placement.draft[: placement.draft_degree]
 
 
 def step_s(request: PlanRequest, role: Role, placement: Placement, cost: PassCost, each: int) -> float:
@@ -353,6 +369,7 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
         block = draft.model.head_block
         forward = step_s(request, draft, placement, cost, block + 1)
         probs = rows * cost.vocab
+        sent = sent_bytes(request, cost.vocab)
         step = probs * times.probs
         if block:  # a head gives all drafts in one pass
             once = forward
@@ -360,9 +377,11 @@ def round_times(request: PlanRequest, placement: Placement) -> RoundTimes:
         else:
             step += forward
         if placement.draft_apart:
-            sending = rows * draft_bytes(cost.vocab, request.draft_top) / HOST_BYTES_PER_S
+            sending = sent / HOST_BYTES_PER_S
+            if request.machine.nodes_of((LEADER, placement.draft[0])) > 1:
+                sending += sent / times.network_per_s
             if placement.draft_degree > 1:  # its first rank tells the others of each pass (drafters/ahead.py)
-                step += times.message
+                step += times.message + way_s(request, placement.draft)
 
     has_drafts = (draft is not None and bool(placement.draft)) or request.text_drafts
     ks = range(max_k + 1 if has_drafts else 1)
@@ -385,18 +404,39 @@ def _verify_s(request: PlanRequest, placement: Placement, cost: PassCost, k: int
     seconds += times.round
     if k:
         seconds += times.check + probs * times.accept
-    return seconds + messages(placement, k) * times.message
+    ways = messages(placement, k)
+    return seconds + len(ways) * times.message + sum(way_s(request, (LEADER, *ranks)) for ranks in ways)
 
 
-def messages(placement: Placement, k: int) -> int:
-    """Returns how many messages a round of K drafts waits for (speculative/round_protocol.py).
+def messages(placement: Placement, k: int) -> list[tuple[int, ...]]:
+    """Returns the messages that a round of K drafts waits for: the ranks that each goes to or comes from.
 
     The leader sends the target's other ranks what was decided and drafted. Before that it asks the other
-    ranks that draft, if there are any. From ranks of the draft's own the drafts come back.
+    ranks that draft, if there are any. From ranks of the draft's own the drafts come back
+    (speculative/round_protocol.py).
     """
-    to_target = len(placement.target) > 1
-    to_draft = placement.draft not in ((), (LEADER,))
-    return sum((to_target, to_draft, placement.draft_apart and k > 0))
+    ways = list[tuple[int, ...]]()
+    if len(placement.target) > 1:
+        ways.append(placement.target)
+    if placement.draft not in ((), (LEADER,)):
+        ways.append(placement.draft)
+    if placement.draft_apart and k > 0:
+        ways.append(placement.draft[:1])
+    return ways
+
+
+def way_s(request: PlanRequest, ranks: tuple[int, ...]) -> float:
+    """Returns what the network adds to a message among these ranks: half of what it adds to a sum.
+
+    A sum goes there and back. It is 0 on one node.
+    """
+    nodes = request.machine.nodes_of(ranks)
+    return hops(nodes) * request.machine.times.network / 2
+
+
+def sent_bytes(request: PlanRequest, vocab: int) -> int:
+    """Returns the bytes that a draft on ranks of its own sends for one draft of each row."""
+    return request.work.rows * draft_bytes(vocab, request.draft_top)
 
 
 def draft_bytes(vocab: int, top: int | None = None) -> int:

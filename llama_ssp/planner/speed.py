@@ -2,7 +2,8 @@
 
     t = max(bytes / bandwidth, operations / rate) + layers * c + [ranks > 1] * (2 * layers + 2) * sum(ranks)
 
-of the rank that reads most; the first term for each number format (rates.py). A round adds what the host
+of the rank that reads most; the first term for each number format (rates.py). Ranks of several nodes sum over
+the network, which adds its latency and the bytes over its bandwidth to each sum. A round adds what the host
 does: messages, the way of a draft's probabilities, and waits (search.py). Four published runs determine the
 constants exactly; tests compare other published runs. The constants hold for bf16, one row, CUDA graphs and
 preallocated caches; elsewhere the band is wide, and task=calibrate measures.
@@ -38,6 +39,9 @@ CALIBRATED_GB_S = 2039.0  # the data sheet's bandwidth of that GPU
 # rate. A message between the processes of a server with idle cores takes less; this is an estimate.
 HOST_BYTES_PER_S = 1.7e9
 MESSAGE_S = 1e-4
+# Between nodes of which nothing is known: TCP over Ethernet of 25 Gbit, an assumption.
+BETWEEN_US = 100.0
+BETWEEN_GB_S = 3.1
 FLOPS_SHARE = 0.5  # of peak: what the GEMMs of a long prompt attain
 # How far off a prediction may be (bench/plan_speed.py): with constants of a GPU like the published one; with
 # those that were measured on the same CPU; and with constants of another machine, or for int8 and nf4, which
@@ -68,6 +72,8 @@ class Times:
     accept: float
     reduce: tuple[tuple[int, float], ...]
     link_per_s: float
+    network: float
+    network_per_s: float
     message: float
     band: float
     source: str
@@ -96,7 +102,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class PassCost:
-    """What the busiest rank of a role reads and computes in a pass.
+    """What the busiest rank of a role reads and computes in a pass; the ranks are on so many `nodes`.
 
     `plain` are weights that are not quantised, and `coded` the others by their rates. `slot` is in bytes of a
     row's cache for each slot, `sums` over ranks, `width` in bytes of a token's state. Each token chooses the
@@ -115,6 +121,12 @@ class PassCost:
     sums: int = 0
     width: int = 0
     vocab: int = 0
+    nodes: int = 1
+
+    @property
+    def crossings(self) -> int:
+        """Returns how many sums of a pass go over the network between nodes."""
+        return self.sums if self.nodes > 1 else 0
 
     @property
     def weights(self) -> float:
@@ -125,6 +137,10 @@ class PassCost:
     def flops(self) -> float:
         """Operations for each token."""
         return 2 * (self.plain.numbers + sum(product.numbers for product in self.coded))
+
+    def sent(self, tokens: int) -> float:
+        """Returns the bytes of a sum over ranks that pass each link, in both directions."""
+        return 2 * self.width * tokens * (self.ranks - 1) / self.ranks
 
     def experts_read(self, tokens: int) -> float:
         """Bytes of experts that a pass reads: tokens choose independently, some of them the same."""
@@ -137,6 +153,8 @@ def times_of(
     tflops: float,
     link_gb_s: float | None,
     *,
+    between_us: float | None = None,
+    between_gb_s: float | None = None,
     on_cpu: bool = False,
     borrowed: bool = False,
 ) -> Times:
@@ -168,6 +186,8 @@ def times_of(
         accept=(conf.accept_ns or 0.0) / 1e9,
         reduce=tuple((n, us / 1e6) for n, us in sorted(reduce.items())),
         link_per_s=(link_gb_s or 1e6) * 1e9,
+        network=(BETWEEN_US if between_us is None else between_us) / 1e6,
+        network_per_s=(between_gb_s or BETWEEN_GB_S) * 1e9,
         message=MESSAGE_S if conf.message_us is None else conf.message_us / 1e6,
         band=WIDE_BAND if borrowed else band,
         borrowed=borrowed,
@@ -175,10 +195,10 @@ def times_of(
     )
 
 
-def pass_cost(role: Role, ranks: int, store: Storage = AS_THEY_ARE) -> PassCost:
+def pass_cost(role: Role, ranks: int, store: Storage = AS_THEY_ARE, nodes: int = 1) -> PassCost:
     """Returns the cost for the first rank, which holds what does not divide evenly.
 
-    `store`: how it keeps weights.
+    `store`: how it keeps weights. The ranks are on so many `nodes`.
     """
     part = ModelPart.of(role.model, ranks)
     not_read = {POSITIONS, BUFFERS, EXPERTS}
@@ -217,6 +237,7 @@ def pass_cost(role: Role, ranks: int, store: Storage = AS_THEY_ARE) -> PassCost:
         sums=sums_of_layer * part.layers + further + PASS_SUMS if ranks > 1 else 0,
         width=part.dim * bytes_of_number,
         vocab=part.whole_vocab,
+        nodes=nodes,
     )
 
 
@@ -249,9 +270,15 @@ def forward_s(cost: PassCost, times: Times, rows: int, each: int, slots: float) 
 
     sums = 0.0
     if cost.ranks > 1:
-        sent = 2 * cost.width * tokens * (cost.ranks - 1) / cost.ranks  # bytes, in both directions
+        sent = cost.sent(tokens)
         sums = cost.sums * (between(times.reduce, cost.ranks) + sent / times.link_per_s)
+        sums += cost.crossings * (hops(cost.nodes) * times.network + sent / times.network_per_s)
     return products + max(loading, scoring) + constant + sums
+
+
+def hops(nodes: int) -> int:
+    """Returns how many times the network's latency a sum over nodes takes: the depth of a binary tree."""
+    return (nodes - 1).bit_length()
 
 
 def prefill_s(

@@ -22,9 +22,6 @@ LEGEND_MARGIN = " " * 9
 COLOURS = "blue", "cyan", "green", "bright_green", "yellow", "bright_black"
 COLOUR = dict(zip(PARTS, COLOURS, strict=True))
 FILL = dict(zip(PARTS, "█▓▒░+:", strict=True))
-BETWEEN_NODES = (
-    "sums over ranks are timed as within a node: between nodes they are slower, and so will this be"
-)
 MARK = {FitVerdict.fits: "green", FitVerdict.uncertain: "yellow", FitVerdict.does_not_fit: "red"}
 
 
@@ -200,8 +197,7 @@ def _words(plan: Plan) -> Iterator[str]:
     yield from warnings_of_codes(plan.request, plan.chosen.placement, plan.chosen.k)
     machine = plan.request.machine
     yield f"times within {plan.band:.0%}, constants of {machine.constants_from}"
-    if machine.nodes > 1 and not machine.is_cpu and plan.chosen.placement.world > machine.gpus:
-        yield BETWEEN_NODES
+    yield from plan.said_of_nodes()
     if machine.is_borrowed:
         yield "a run measures this machine when it ends, and llama-ssp calibrate does so more exactly"
     if plan.drafts and request.is_acceptance_assumed:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from llama_ssp.batch.attempts import BEAT_S, STALE_S, Attempt, JournalThread, Shard
 from llama_ssp.batch.job import Job, job_of, require_good
@@ -28,15 +29,17 @@ from llama_ssp.distributed.comm import Ranks
 from llama_ssp.distributed.process_group import NO_GPU, gpu_of
 from llama_ssp.distributed.signals import GUARD
 from llama_ssp.errors import DataError, DistributedError, StorageError, first_line, lacks_gpu_memory
-from llama_ssp.models.devices import every_device
+from llama_ssp.models.devices import describe, every_device
 from llama_ssp.pair.requests import NOT_NUMBERS, Reply, TokenRequest
 from llama_ssp.pair.run import RunSettings, Supply, run_figures, runs
 from llama_ssp.pair.session import PairSession
 from llama_ssp.pair.token_prompts import prompt_of
 from llama_ssp.placing.prediction import RunMeasurement
 from llama_ssp.placing.this_machine import kept_of
+from llama_ssp.planner.workload import TARGET
 from llama_ssp.report.accepted import of_run
 from llama_ssp.report.console import Console, Progress
+from llama_ssp.report.machine import processor_name
 from llama_ssp.report.run_folder import RunFolder
 from llama_ssp.report.tables import figure
 from llama_ssp.speculative.engine import RankEngine
@@ -98,10 +101,10 @@ class BatchTask(Task[BatchConf]):
         pair = self._open()
         ranks = self._ranks
         gpus = gpus_of(pair, ranks)
-        longest, missing, shards = while_others_wait(ranks, partial(self._begin, pair, gpus))
+        longest, records, missing, shards = while_others_wait(ranks, partial(self._begin, pair, gpus))
 
         if missing:
-            rows = pair.rows_for(missing, longest)
+            rows = pair.rows_for(records, longest)
             kept = while_others_wait(ranks, partial(self._keep_rows, pair, rows))
             self._max_rows, prompts, costs = kept
             fix_k(pair, costs)
@@ -155,13 +158,23 @@ class BatchTask(Task[BatchConf]):
     # The job's beginning. The leader runs these, and the others get what they return.
 
     def _begin(self, pair: PairSession, gpus: int) -> list[int]:
-        """Opens the job; returns the tokens of its longest text, and how many records and shards are open."""
+        """Opens the job; returns the tokens of its longest text, its records, and open records and shards."""
         self._job = job_of(self._inputs.run, self._inputs.pairs[0].files, self._inputs.seed)
         self._job.reopen()
         self._journal = begin(self._job, pair)
         kept = kept_of(self._inputs.run, self._ranks.world)
         self._journal.kept(MACHINE, kept.content if kept else {})
-        self._journal.note(node=socket.gethostname(), ranks=self._ranks.world, gpus=gpus, began=time.time())
+        device = device_name(pair.placements.target.device)
+        formats = {placed.role: placed.dtype.value for placed in pair.placements}
+        for line in self._journal.keep_formats(TARGET, formats, device):
+            log.info("%s", line)
+        self._journal.note(
+            node=socket.gethostname(),
+            device=device,
+            ranks=self._ranks.world,
+            gpus=gpus,
+            began=time.time(),
+        )
 
         standing = self._journal.standing()
         log.info("job %s: %s", self._journal.folder, standing.in_words())
@@ -169,17 +182,23 @@ class BatchTask(Task[BatchConf]):
             log.warning("%s holds no records", self._task.input)
         missing = standing.records - standing.records_finished
         shards = standing.shards - standing.shards_done
-        return [self._journal.manifest.longest, missing, shards]
+        return [self._journal.manifest.longest, standing.records, missing, shards]
 
     def _keep_rows(self, pair: PairSession, rows: int) -> tuple[int, list[tuple[int, ...]], dict[str, Any]]:
         """Returns how many rows to write at a time, the job's first prompts, and the costs that it keeps.
 
         Costs that nobody has stored yet are measured on these prompts. The rows are `task.batch_size` if it
-        is given, else the number that the job's first process stored.
+        is given, else the number that the job's first process stored, or fewer where this one has less room.
         """
         assert self._journal is not None
         if not self._task.batch_size:
-            rows = int(self._journal.kept(ROWS, rows))
+            kept = int(self._journal.kept(ROWS, rows))
+            if rows < kept:
+                said = (
+                    "%d rows at a time, not %d as the job began: more do not fit or pay; 16-bit texts differ"
+                )
+                log.info(said, rows, kept)
+            rows = min(rows, kept)
 
         prompts = list[tuple[int, ...]]()
         for index in range(min(max(rows, FEW), self._journal.manifest.records)):
@@ -527,6 +546,11 @@ class BatchTask(Task[BatchConf]):
                 fix="read them there; task.retry_errors=true tries them again",
             )
         return True
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the GPU's name, or the processor's."""
+    return processor_name() if device.type == "cpu" else describe(device)
 
 
 def gpus_of(pair: PairSession, ranks: Ranks) -> int:

@@ -3,7 +3,8 @@
 The check (tasks/machine) comes first. Where it finds a fault nothing is measured.
 
 Bandwidth, arithmetic, sums and messages are timed by themselves, and on a CPU the product of our own kernels
-with packed weights, by which compiled steps are planned. The other constants are fitted by least
+with packed weights, by which compiled steps are planned. Over several nodes sums inside of each are timed,
+too, and what sums over all ranks take in addition is the network's. The other constants are fitted by least
 squares to rounds of small synthetic models of several depths, widths and vocabularies, regular and
 speculative: a constant's share of a round is what the plan's formula (planner/search.py) gives for that
 constant alone. The rounds go through the engine of every task, and all works are timed in turn, because
@@ -66,7 +67,7 @@ from llama_ssp.placing.this_machine import machine_for
 from llama_ssp.planner.engine import of_constants
 from llama_ssp.planner.hardware import Machine, by_gpu, matching
 from llama_ssp.planner.search import PlanRequest, round_times
-from llama_ssp.planner.speed import RoundTimes
+from llama_ssp.planner.speed import RoundTimes, between, hops, times_of
 from llama_ssp.planner.storage import CPU
 from llama_ssp.planner.workload import DRAFT, GIB, MIB, TARGET, Role, Workload
 from llama_ssp.report.machine import processor_name
@@ -105,6 +106,9 @@ GEMM_ROWS = 512
 LONG_PART = 8
 KERNEL_ROWS = 16  # with which our CPU kernels multiply: many rows of a batch, or several of a few drafts
 RESIDUAL = 2048  # numbers of a token's residual, which ranks sum
+LARGE_SUM = 2**22  # numbers of a sum that shows the network's bandwidth: those of a prompt's chunk
+LARGE_CALLS = 3
+MAX_NETWORK = 1e12  # bytes a second: more is noise
 CALLS = 50  # sums and messages that are timed together
 FREE = 1e6  # GB/s and TFLOP/s at which bytes and sums cost nothing
 MAX_SHARE = 2.0  # of the bandwidth: the most that a config may say; only a busy machine seems to give more
@@ -228,8 +232,11 @@ def full_effort(device: torch.device, repeats: int) -> Effort:
 
 
 def keep(cluster: ClusterConf, world: int, by: str) -> None:
-    """Keeps the constants for later plans of this machine; says so, or why it cannot."""
-    if is_switched_off():
+    """Keeps the constants for later plans of this machine; says so, or why it cannot.
+
+    Those of a CPU are for the ranks of one machine: of several nodes the cluster's file alone has them.
+    """
+    if is_switched_off() or (cluster.gpu == CPU and cluster.nodes > 1):
         return
     gpu = CPU if cluster.gpu == CPU else matching(str(cluster.gpu), list(by_gpu())) or str(cluster.gpu)
     try:
@@ -258,6 +265,9 @@ def measured(
     weights = [new(side, side) for _ in range(count)]
     multiplied = weights[: max(count // LONG_PART, 1)]
     residual = new(RESIDUAL).zero_()
+    large = new(LARGE_SUM).zero_()
+    nodes = rank_environment().nodes
+    inside = of_own_node(ranks) if nodes > 1 else ranks
     row = new(1, side)
     rows = new(GEMM_ROWS, side)
     calls_by_kind: list[list[Callable[[], Any]]] = [
@@ -273,6 +283,12 @@ def measured(
             [partial(by_kernel, row, weight) for weight in packed],
             [partial(by_kernel, rows[:KERNEL_ROWS], weight) for weight in packed],
         ]
+    if nodes > 1:
+        calls_by_kind += [
+            [partial(inside.all_reduce, residual)] * CALLS,
+            [partial(inside.all_reduce, large)] * LARGE_CALLS,
+            [partial(ranks.all_reduce, large)] * LARGE_CALLS,
+        ]
     works: list[Callable[[], float]] = [
         *(partial(elapsed_s, calls, ranks) for calls in calls_by_kind),
         *(partial(player.median_round_s, case) for case in effort.cases),
@@ -285,6 +301,10 @@ def measured(
     if has_kernels:
         kernel_s = spent[:2]
         spent = spent[2:]
+    network_s = list[float]()
+    if nodes > 1:
+        network_s = [all_reduce_s, *spent[:3]]
+        spent = spent[3:]
 
     where = describe(device)
     if device.type == "cpu":
@@ -292,8 +312,9 @@ def measured(
     source = f"task=calibrate, {where}, torch {versions()['torch']}, {time.strftime('%Y-%m-%d')}"
     times = TimesConf(source=source, bandwidth_share=1.0, flops_share=1.0)
     if ranks.world > 1:
-        times.all_reduce_us = {ranks.world: _short(1e6 * all_reduce_s / CALLS)}
         times.message_us = _short(1e6 * broadcast_s / CALLS)
+    if ranks.world > 1 and nodes == 1:
+        times.all_reduce_us = {ranks.world: _short(1e6 * all_reduce_s / CALLS)}
     if kernel_s:
         reading_s, multiplying_s = kernel_s
         times.kernel_gb_s = _short(sum(weight.nbytes for weight in weights) / reading_s / 1e9)
@@ -302,7 +323,8 @@ def measured(
     cluster = ClusterConf(
         name=name,
         gpu=CPU if device.type == "cpu" else torch.cuda.get_device_name(device),
-        gpus=ranks.world,
+        nodes=nodes,
+        gpus=-(-ranks.world // nodes),
         reserve=0.1 if device.type == "cpu" else 0.0,
         bf16=dtype is Dtype.bf16,
         gb_s=_short(sum(weight.nbytes for weight in weights) / read_s / 1e9),
@@ -314,11 +336,51 @@ def measured(
         graph_mib=libraries.graph_mib,
         gib=libraries.gib,
     )
+    if network_s:
+        cluster = with_network(cluster, network_s, residual.nbytes, large.nbytes)
     rounds_s = spent[: len(effort.cases)]
     others_s = spent[len(effort.cases) :]
     if effort.cases:
         cluster.times = fitted(cluster, effort.cases, rounds_s, dtype, ranks.world)
     return cluster, others_s
+
+
+def of_own_node(ranks: Ranks) -> Ranks:
+    """Returns the ranks of this rank's node as a group; all ranks call it, and make all nodes' groups."""
+    own: Ranks | None = None
+    nodes = [node for (node,) in ranks.gather_ints([rank_environment().node])]
+    for node in sorted(set(nodes)):
+        members = tuple(rank for rank in range(ranks.world) if nodes[rank] == node)
+        group = ranks.among(members)
+        own = own or group
+    return own or ranks
+
+
+def with_network(cluster: ClusterConf, network_s: Sequence[float], small: int, large: int) -> ClusterConf:
+    """Returns the cluster with the sums inside of a node, and what the network adds to them.
+
+    `network_s` are the seconds of CALLS sums of `small` bytes over all ranks and over those of a node, and of
+    LARGE_CALLS sums of `large` bytes over those of a node and over all. A rank that is alone on its node has
+    nothing to sum there.
+    """
+    all_s, inside_s, large_inside_s, large_all_s = network_s
+    of_node = cluster.gpus or 1
+    times = cluster.times
+    if of_node > 1:
+        times = replace(times, all_reduce_us={of_node: _short(1e6 * inside_s / CALLS)})
+    world = of_node * cluster.nodes
+    share = 2 * (world - 1) / world  # of a sum's bytes, which pass each link
+    slower_s = (large_all_s - large_inside_s) / LARGE_CALLS - (all_s - inside_s) / CALLS
+    per_s = share * (large - small) / max(slower_s, share * large / MAX_NETWORK)
+    # A plan adds the network to what it takes for a sum over so many ranks of one node.
+    planned = times_of(times, cluster.gb_s or FREE, cluster.tflops or FREE, None)
+    latency_s = all_s / CALLS - between(planned.reduce, world) - share * small / per_s
+    return replace(
+        cluster,
+        times=times,
+        between_us=_short(1e6 * max(latency_s / hops(cluster.nodes), 0.0)),
+        between_gb_s=_short(per_s / 1e9),
+    )
 
 
 def all_have_kernels(ranks: Ranks, builds: bool) -> bool:

@@ -20,6 +20,7 @@ from itertools import product
 import torch
 
 from llama_ssp.config import CalibrateConf, ClusterConf, PlacementConf, RunConf, TimesConf
+from llama_ssp.config.environment import rank_environment
 from llama_ssp.distributed.comm import Ranks
 from llama_ssp.errors import RunError
 from llama_ssp.models.devices import device_of, now
@@ -96,7 +97,9 @@ def _what_holds(cluster: ClusterConf) -> ClusterConf:
     if cluster.gpu == CPU:
         return replace(cluster, context_mib=None)  # the run's own memory is in it
     times = TimesConf(all_reduce_us=cluster.times.all_reduce_us, message_us=cluster.times.message_us)
-    return ClusterConf(gpu=cluster.gpu, times=times)
+    return ClusterConf(
+        gpu=cluster.gpu, times=times, between_us=cluster.between_us, between_gb_s=cluster.between_gb_s
+    )
 
 
 def short_effort(device: torch.device) -> Effort:
@@ -125,8 +128,11 @@ def _is_wanted(run: RunConf, ranks: Ranks) -> bool:
         kept = kept_of(run, ranks.world)
         if kept is not None:
             constants = kept.constants or Constants()
-            is_wanted = constants.lacks_sums(ranks.world)
-            if kept.on_cpu:
+            here = rank_environment()
+            is_wanted = constants.lacks_sums(here.of_node, here.nodes)
+            if kept.on_cpu and here.nodes > 1:
+                is_wanted = False  # what is kept of a CPU is for the ranks of one machine
+            elif kept.on_cpu:
                 lacks_kernels = constants.lacks_kernels and linear.is_loaded()
                 is_wanted = is_wanted or kept.constants is None or lacks_kernels
     (answer,) = ranks.broadcast_ints([int(is_wanted)])

@@ -21,7 +21,7 @@ from llama_ssp.models.wrapped import WHOLE
 from llama_ssp.placing.decision import RunDecision
 from llama_ssp.placing.pairs import PairSpec, pair_files, require_head, require_own_ranks, require_whole
 from llama_ssp.placing.request import PairFiles, has_another_size, is_free, request_for
-from llama_ssp.placing.start import Start, command_line, to_paste
+from llama_ssp.placing.start import Start, command_lines, to_paste
 from llama_ssp.planner.fit import FitVerdict
 from llama_ssp.planner.hardware import require_world
 from llama_ssp.planner.one_process import OneProcess, one_process
@@ -132,8 +132,10 @@ def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Seq
             slots = job.slots
         files = PairFiles(spec.run, spec.target_path, spec.draft_path)
         request = request_for(files, slots)
-        gpus = -(-start.ranks // request.machine.nodes)  # rounded up
-        if not request.machine.is_cpu:
+        gpus = start.ranks
+        if request.machine.nodes > 1:
+            gpus = request.machine.gpus
+        elif not request.machine.is_cpu:
             request = replace(request, machine=replace(request.machine, gpus=gpus))
         plan: Plan | OneProcess
         if unknown := numbers_of_unknown(request, files):
@@ -145,7 +147,7 @@ def dry_run(pairs: Sequence[PairSpec], start: Start, is_leader: bool, words: Seq
         console.line("\n".join(["", *decided(spec.decision)]))
     if fits:
         is_shared = any(_is_shared(spec.run) for spec in pairs)
-        console.line(to_paste(command_line(words, start.ranks, gpus, is_shared)))
+        console.line(to_paste(command_lines(words, start.ranks, gpus, is_shared)))
     return OK if fits else DISTRIBUTED
 
 
@@ -186,11 +188,11 @@ def execute(
     vocabulary, matching = vocabularies(run)
     folder = _run_folder(run if is_leader else replace(run, out=None), place, given)
     world = 1 if isinstance(plan, OneProcess) else plan.chosen.placement.world
-    command = command_line(words, world, plan.request.machine.gpus)
+    commands = command_lines(words, world, plan.request.machine.gpus)
     figures = {
         **plan.document(),
         "vocabulary": vocabulary,
-        "command": command if plan.runs else None,
+        "command": "\n".join(commands) if plan.runs else None,
     }
     summary = folder.summary("done", figures)
 
@@ -203,7 +205,7 @@ def execute(
                 console.line(matching)
             _show(plan, console)
             if plan.runs:
-                console.line(to_paste(command))
+                console.line(to_paste(commands))
             for folder_line in folder_lines(run):
                 console.line(folder_line)
         console.document(summary, run.output)

@@ -16,6 +16,7 @@ from llama_ssp.distributed.cores import own_cores
 from llama_ssp.distributed.gpus import gpus_here
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
+from llama_ssp.pair.hosts import say_nodes
 from llama_ssp.pair.session import first_cause, ranks_of
 from llama_ssp.placing.decision import for_ranks, of_leader
 from llama_ssp.placing.draft_length import KEPT, with_decided
@@ -140,6 +141,10 @@ def _waited_s() -> float:
 def _run(inputs: RunInputs, ranks: Ranks) -> int:
     """Runs the task; only the leader prints and writes. What was done is reported whatever stops it."""
     run = inputs.run
+    device = device_of(run.placement.target_device, "placement.target_device")
+    if not isinstance(run.task, CalibrateConf):
+        for pair in inputs.pairs:
+            say_nodes(ranks, device, pair.run, pair.placement)
     console = Console(silent=not ranks.is_leader)
     kept = run if ranks.is_leader else replace(run, out=None)
     folder = RunFolder(kept, inputs.seed, inputs.place, inputs.words)
@@ -148,7 +153,6 @@ def _run(inputs: RunInputs, ranks: Ranks) -> int:
     began = time.perf_counter()
     kind = TASKS[run.task.name] if inputs.texts is None else ReplayTask
     task = kind(inputs, console, folder, ranks)
-    device = device_of(run.placement.target_device, "placement.target_device")
 
     status = "error"
     memory = list[Bytes]()
