@@ -90,6 +90,7 @@ FIGURES = [
     Figure("certify", 9, "-m tests.certify_faults seeds=1 jobs=2", is_time=False),
     Figure("faults_torchrun", 13, "-m tests.distributed.faults", is_time=False),
     Figure("faults_command", 13, "-m tests.distributed.faults by=command", is_time=False),
+    Figure("nodes", 12, "-m tests.distributed.nodes", is_time=False),
     Figure("architectures", 1, "-m tests.architectures", "Which architectures run", False),
 ]  # fmt: skip
 

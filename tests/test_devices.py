@@ -193,7 +193,7 @@ def test_weights_in_fp16_stay_so_on_a_gpu(
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Rank 1's over 2 ranks, without its thread."""
     monkeypatch.setattr(GUARD, "on_signal", [])
-    return Watch(StoreBoard(torch.distributed.HashStore()), 1, 2, 1.0)
+    return Watch(StoreBoard(torch.distributed.HashStore(), 1.0), 1, 2, 1.0)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def meeting(watch: Watch, allocator: Allocator, monkeypatch: pytest.MonkeyPatch)
     store = torch.distributed.HashStore()
     store.set("gpu/1", "b")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(process_group, "meet", lambda _: (store, watch))
+    monkeypatch.setattr(process_group, "meet", lambda *_: (StoreBoard(store, 1.0), watch))
     monkeypatch.setattr(process_group.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(process_group, "Group", lambda *given: given)
 

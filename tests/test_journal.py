@@ -29,6 +29,7 @@ from llama_ssp.batch.slurm.supervisor import ENDS, FOLDER, End, ends
 from llama_ssp.batch.status import RECENT_S, pace
 from llama_ssp.distributed import identity
 from llama_ssp.errors import DataError, StorageError, UsageError
+from tests.processes import wait_for
 
 RECORDS, SHARD = 14, 5
 KILLED = 9
@@ -778,6 +779,33 @@ def test_the_pace_is_that_of_groups_at_work(journal: Journal, monkeypatch: pytes
     assert (told["records_per_s"], told["tokens_per_s"]) == (pytest.approx(3 / 36), pytest.approx(2.0))
     assert told["eta_s"] == pytest.approx(4 * 12)
     assert pace(groups, standing, now + 2 * RECENT_S)["records_per_s"] is None
+
+
+def test_time_in_which_a_group_loads_counts_also_where_it_is_killed_meanwhile(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+):
+    """The notes of a group that loads come again; of one that was killed the last one stands."""
+    monkeypatch.setattr(journals, "NOTE_S", 0.01)
+    began = time.time()
+    journal.note(gpus=16, began=began)
+    (group,) = journal.survey()[1]
+    assert group.hours * 3600 < 0.2 and group.loading_since == 0
+    with journal.loading():
+        wait_for(lambda: journal.survey()[1][0].hours * 3600 > 0.3)
+        (killed,) = journal.survey()[1]
+        assert killed.loading_since >= began and killed.gpus == 16
+    (loaded,) = journal.survey()[1]
+    assert loaded.loading_since == 0 and loaded.hours >= killed.hours
+    time.sleep(0.1)
+    assert journal.survey()[1] == [loaded], "nothing is noted afterwards"
+
+
+def test_a_group_that_fails_while_it_loads_keeps_its_time(journal: Journal):
+    journal.note(gpus=2, began=time.time() - 36)
+    with pytest.raises(MemoryError), journal.loading():
+        raise MemoryError
+    (group,) = journal.survey()[1]
+    assert group.hours * group.gpus == pytest.approx(0.02, rel=0.1)
 
 
 @pytest.fixture

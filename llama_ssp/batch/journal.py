@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -43,6 +44,7 @@ DONE = "done"
 CLAIMS = "claims"
 GROUPS = "groups"
 PUBLISHED = "published"
+NOTE_S = 30.0  # between notes of a process that loads
 # What a job's folder may hold before its manifest: the input's index, what came through pipes, what a
 # scheduler's script makes, and drafts that killed processes left.
 BEFORE_MANIFEST = re.compile(
@@ -125,6 +127,7 @@ class GroupWork:
     gpus: int = 0
     began: float = 0.0
     last_at: float = 0.0
+    loading_since: float = 0.0  # 0 where it does not load; a group that is killed meanwhile keeps the time
     records: int = 0
     failed: int = 0
     tokens: int = 0
@@ -355,6 +358,27 @@ class Journal:
     def note(self, **about: str | float) -> None:
         """Adds what GroupWork has to the file of this process, the group."""
         files.append_line(self._own_log, {**about, "last_at": time.time()})
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Notes now and then that this process loads: its time counts also where it is killed meanwhile."""
+        since = time.time()
+        is_over = threading.Event()
+
+        def note_again() -> None:
+            with suppress(StorageError):  # a full disk: the task finds it by itself
+                while not is_over.wait(NOTE_S):
+                    self.note(loading_since=since)
+
+        self.note(loading_since=since)
+        thread = threading.Thread(target=note_again, name="loading", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+            self.note(loading_since=0.0)
 
     def done(self) -> set[str]:
         """Returns the names of the shards that are done, by one listing."""

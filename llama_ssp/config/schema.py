@@ -239,6 +239,14 @@ class PlacementConf:
     )
     offload_folder: str | None = not_empty("The folder for layers that fit on no device; splitting=layers.")
     timeout_s: float = number(120.0, 1.0, 86400.0, "Seconds after which a rank that does not answer is lost.")
+    appear_s: float = number(300.0, 1.0, 86400.0, "Seconds in which all ranks have to have started.")
+    loading_s: float = number(
+        1800.0,
+        1.0,
+        604800.0,
+        "Seconds for which a rank that loads may stand still, reading no bytes and ending no phase, while "
+        "others wait for it.",
+    )
     on_draft_loss: OnDraftLoss = key(OnDraftLoss["continue"], "What the target does without a lost draft.")
     draft_timeout_s: float = number(30.0, 0.1, 86400.0, "Seconds until a draft on its own ranks is lost.")
 
@@ -303,6 +311,10 @@ class SlurmConf:
         allowed=f"--OPTION or --OPTION=VALUE, without ' and \\, none of {', '.join(OF_THE_SCRIPT)}",
     )
     python: str | None = not_empty("The interpreter on the nodes; null is this command's.")
+    stage: str | None = not_empty(
+        "A folder on a disk of the nodes' own, into which the models' files are copied before ranks start, "
+        "once a node; a shell variable in it is the node's. Null copies nothing."
+    )
 
 
 @dataclass(kw_only=True)

@@ -17,17 +17,18 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llama_ssp.config.environment import MAX_WORLD, START, number_of, rank_environment
 from llama_ssp.distributed.identity import Identity
 from llama_ssp.distributed.placement import LEADER
-from llama_ssp.distributed.signals import STOPPING, leave_within
+from llama_ssp.distributed.signals import STOPPING, UNWAITED
 from llama_ssp.errors import (
     DATA,
     DISTRIBUTED,
@@ -54,6 +55,9 @@ MAX_WORD = 200
 EARLY_S = 10.0  # for a rank that fails before all have met, to tell the others
 LEADER_S = 1.0  # for the leader to say first what all ranks would say
 LOOK_S = 0.05
+CONNECTED_S = 5.0  # after torch's own limit for a connection, which then says first that there is none
+STEPS = 20  # of a wait for the store: one of them at most passes while this process itself is stopped
+Answer = TypeVar("Answer")
 MEETINGS: list[Board] = []  # of this process: each has a place of its own
 
 
@@ -185,25 +189,26 @@ class FolderBoard(Board):
 
 
 class StoreBoard(Board):
-    """Keys in torchrun's store."""
+    """Keys in torchrun's store, which answers each call within `patience_s`, or is lost."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, patience_s: float) -> None:
         self._store = store
+        self._patience_s = patience_s
 
     def write(self, key: str, text: str) -> None:
-        with _needing_torchrun():
-            self._store.set(key, text)
+        answered_within(self._patience_s, partial(self._store.set, key, text))
 
     def read(self, keys: list[str]) -> list[bytes]:
+        return answered_within(self._patience_s, partial(self._read, keys))
+
+    def _read(self, keys: list[str]) -> list[bytes]:
         """A call for a key that is not there would wait."""
-        with _needing_torchrun():
-            if self._store.check(keys):
-                return list(self._store.multi_get(keys))
-            return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+        if self._store.check(keys):
+            return list(self._store.multi_get(keys))
+        return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
 
     def first(self, key: str, text: str) -> bytes:
-        with _needing_torchrun():
-            content: bytes = self._store.compare_set(key, "", text)
+        content: bytes = answered_within(self._patience_s, partial(self._store.compare_set, key, "", text))
         return content
 
     def groups_store(self, patience_s: float) -> Any:
@@ -212,19 +217,47 @@ class StoreBoard(Board):
         return self._store
 
     def another(self) -> StoreBoard:
-        return StoreBoard(self._store.clone())
+        return StoreBoard(answered_within(self._patience_s, self._store.clone), self._patience_s)
 
-    def again(self, prefix: str) -> StoreBoard:
+    def again(self, prefix: str, patience_s: float) -> StoreBoard:
         """Returns the board of a later meeting, over the connection of this one."""
-        return StoreBoard(_stores().PrefixStore(prefix, self._store.underlying_store))
+        return StoreBoard(_stores().PrefixStore(prefix, self._store.underlying_store), patience_s)
 
 
-@contextmanager
-def _needing_torchrun() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise BoardLost("torchrun, which keeps the ranks' store, is gone") from error
+def answered_within(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """Returns what `ask`, a call of torchrun's store, returns.
+
+    torch's calls wait without end for a store whose machine is frozen or cut off. So another thread calls,
+    and is left there. Time in which this process itself is stopped does not count. Raises BoardLost for a
+    store that is silent or gone.
+    """
+    answers = list[Answer]()
+    errors = list[Exception]()
+    is_over = threading.Event()
+
+    def call() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:
+            errors.append(error)
+        is_over.set()
+
+    threading.Thread(target=call, name=UNWAITED, daemon=True).start()
+    if not any(is_over.wait(seconds / STEPS) for _ in range(STEPS)):
+        raise BoardLost(
+            f"torchrun's store ({_address()}) has not answered for {seconds:g} s: "
+            "its machine is stopped or cut off"
+        )
+    if errors and not isinstance(errors[0], RuntimeError):
+        raise errors[0]
+    if errors:
+        raise BoardLost("torchrun, which keeps the ranks' store, is gone") from errors[0]
+    return answers[0]
+
+
+def _address() -> str:
+    """Returns where torchrun's store is, for messages."""
+    return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 
 def open_board(patience_s: float) -> Board:
@@ -242,7 +275,9 @@ def open_board(patience_s: float) -> Board:
             ) from lost
     prefix = f"llama_ssp/{place}"
     earlier = MEETINGS[-1] if MEETINGS else None
-    return earlier.again(prefix) if isinstance(earlier, StoreBoard) else _connected(patience_s, prefix)
+    if isinstance(earlier, StoreBoard):
+        return earlier.again(prefix, patience_s)
+    return _connected(patience_s, prefix)
 
 
 def _connected(patience_s: float, prefix: str) -> StoreBoard:
@@ -257,29 +292,28 @@ def _connected(patience_s: float, prefix: str) -> StoreBoard:
         )
     host = os.environ.get("MASTER_ADDR", "")
     port = number_of("MASTER_PORT", 1, 65535)
-    where = f"rank {here.rank} of {here.world}, {host}:{port}"
+    where = f"rank {here.rank} of {here.world}, {_address()}"
     fix = "check MASTER_ADDR and MASTER_PORT"
     silent = DistributedError(
         "torchrun's store does not answer", where=where, fix=f"start torchrun again; {fix}"
     )
+    silent.speaks = True  # the others cannot be told
 
     stores = _stores()
-    # TCPStore waits without end for a process that accepts the connection and is silent.
-    alarm = leave_within(2 * patience_s, silent.code, str(silent))
+    connect = partial(
+        stores.TCPStore,
+        host_name=host,
+        port=port,
+        world_size=here.world,
+        is_master=False,
+        timeout=timedelta(seconds=patience_s),
+        wait_for_workers=False,
+    )
     try:
-        store = stores.TCPStore(
-            host_name=host,
-            port=port,
-            world_size=here.world,
-            is_master=False,
-            timeout=timedelta(seconds=patience_s),
-            wait_for_workers=False,
-        )
-    except RuntimeError as error:
-        raise silent from error
-    finally:
-        alarm.cancel()
-    return StoreBoard(stores.PrefixStore(prefix, store))
+        store = answered_within(patience_s + CONNECTED_S, connect)
+    except BoardLost as lost:
+        raise silent from lost
+    return StoreBoard(stores.PrefixStore(prefix, store), patience_s)
 
 
 def _stores() -> Any:

@@ -32,9 +32,11 @@ class Place:
 
     phase: str
     round: int = 0
+    doing: str = ""  # within the phase, such as how much it has read
 
     def __str__(self) -> str:
-        return f"{self.phase}, round {self.round}" if self.round else self.phase
+        phase = f"{self.phase}, round {self.round}" if self.round else self.phase
+        return f"{phase}, {self.doing}" if self.doing else phase
 
 
 class LeaderChannel:
@@ -127,7 +129,10 @@ class Ranks(LeaderChannel):
         """
 
     def barrier(self) -> None:
-        """Waits until every rank is here, for as long as loading may take."""
+        """Waits until every rank is here, as long as a rank that is not gets on with what it does."""
+
+    def note(self, doing: str) -> None:
+        """Tells the others, within a second, how far this rank is in its phase: that it gets on."""
 
     @contextmanager
     def loading(self) -> Iterator[None]:

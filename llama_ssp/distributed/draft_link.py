@@ -34,17 +34,19 @@ IF_REQUEST = 40
 IF_NAME = 16
 IPV6_TABLE = Path("/proc/net/if_inet6")
 LINK_LOCAL = "20"  # the scope of addresses that hold on one link alone
+PROBES = 3  # of keepalive, without an answer, until a connection is lost
 
 
 class Link:
     """One end of a connection. Frames come in order; none is lost unless the connection is."""
 
     def __init__(self, connection: socket.socket, patience_s: float) -> None:
-        """`patience_s` is how long one frame may stand still once it has begun to come or go."""
+        """`patience_s` is how long one frame may stand still, and how long the other end may be cut off."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(True)
         for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(patience_s), 0))
+        _probe(connection, patience_s)
         self._connection = Connection(connection.detach())
 
     def send(self, head: bytes, payload: Tensor | None = None) -> None:
@@ -200,6 +202,25 @@ def address_of(interface: str) -> str:
         allowed=", ".join(name for _, name in socket.if_nameindex()),
         fix="name the one by which the nodes reach each other, on each node its own",
     )
+
+
+def _probe(connection: socket.socket, patience_s: float) -> None:
+    """Has the kernel end a connection whose other machine has not answered its probes for this long.
+
+    The kernel of a machine answers also where the process is stopped, as by Ctrl-Z. What a system does not
+    know is left out.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    between_s = max(1, math.floor(patience_s / (PROBES + 1)))
+    wanted = {
+        "TCP_KEEPIDLE": between_s,
+        "TCP_KEEPINTVL": between_s,
+        "TCP_KEEPCNT": PROBES,
+        "TCP_USER_TIMEOUT": math.ceil(1000 * patience_s),
+    }
+    for name, value in wanted.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _reason(error: Exception) -> str:

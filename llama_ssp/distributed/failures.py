@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import os
 import signal
@@ -12,10 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from llama_ssp.config.environment import rank_environment
 from llama_ssp.distributed.board import (
@@ -32,6 +32,8 @@ from llama_ssp.distributed.board import (
 )
 from llama_ssp.distributed.comm import Place
 from llama_ssp.distributed.identity import Identity, own_identity
+from llama_ssp.distributed.nodes import choose_interface, is_first_here, spans_nodes
+from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, leave_within
 from llama_ssp.errors import (
     DISTRIBUTED,
@@ -45,11 +47,17 @@ from llama_ssp.errors import (
     machine_error,
 )
 
+log = logging.getLogger(__name__)
 BEAT_S = 1.0
 QUIET_S = 3.0  # without a beat, after a connection was lost: that rank is gone
 FIND_S = QUIET_S + 2 * BEAT_S  # for the thread to find which rank is gone
 LEAVE_S = 3.0  # for a rank to end in good order once the cause is known
 PAUSED_S = 3.0  # a beat this late: this process itself was stopped
+APPEAR_S = 300.0  # for all ranks to come, by default
+LOADING_S = 1800.0  # while ranks load: how long none of them may stand still, by default
+TELL_S = 45.0  # of waiting, after which the leader says for whom it waits
+WAITING = "waiting for others"  # in place of what a rank does
+MAX_NAMED = 3  # ranks that a line names
 LOOPBACK = "lo"
 EXCUSED = "excused"
 # Until when a rank may do something; what is said, and called before, when that is over.
@@ -57,35 +65,46 @@ Deadline = tuple[float, str, Callable[[], None]]
 NEVER: Deadline = (math.inf, "", lambda: None)
 
 
-def meet(patience_s: float) -> tuple[Any, Watch]:
-    """Waits until every rank has come, this long at most; returns torch's store and the watch, which runs."""
+def meet(patience_s: float, appear_s: float = APPEAR_S, loading_s: float = LOADING_S) -> tuple[Board, Watch]:
+    """Waits until every rank has come, `appear_s` at most; returns the board and the watch, which runs."""
     here = rank_environment()
     has_loopback = LOOPBACK in {name for _, name in socket.if_nameindex()}
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(here.world) and has_loopback:
+    if spans_nodes():
+        choose_interface()
+    elif os.environ.get("LOCAL_WORLD_SIZE") == str(here.world) and has_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     board = open_board(patience_s)
-    watch = Watch(board, here.rank, here.world, patience_s)
-    until = time.monotonic() + patience_s
+    began = time.monotonic()
+    is_told = False
     try:
+        watch = Watch(board, here.rank, here.world, patience_s, loading_s)
         watch.beat()
         while absent := watch.absent():
             if cause := board.first_cause():  # of a rank that does not come
                 raise JointError(cause.line, code=cause.code, speaks=False)
-            if time.monotonic() > until:
+            waited_s = time.monotonic() - began
+            if waited_s > appear_s:
                 raise DistributedError(
                     "not all ranks have come",
                     where=f"rank {here.rank} of {here.world}",
-                    found=f"no rank {', '.join(map(str, absent))} after {patience_s:g} s",
-                    fix="look at these ranks' machines, or raise placement.timeout_s",
+                    found=f"no rank {', '.join(map(str, absent))} after {appear_s:g} s",
+                    fix="look at these ranks' machines, or raise placement.appear_s",
                 )
+            if here.is_leader and waited_s > TELL_S and not is_told:
+                is_told = True
+                named = ", ".join(map(str, absent[:MAX_NAMED])) + (" ..." if absent[MAX_NAMED:] else "")
+                said = (
+                    "%d of %d ranks have not come after %.0f s (rank %s); placement.appear_s=%g is the limit"
+                )
+                log.warning(said, len(absent), here.world, waited_s, named, appear_s)
             time.sleep(LOOK_S)
         MEETINGS.append(board)
         watch.start()
-        return board.groups_store(patience_s), watch
+        return board, watch
     except BoardLost as lost:
-        raise DistributedError(
-            str(lost), where=f"rank {here.rank} of {here.world}", fix="start again"
-        ) from lost
+        error = DistributedError(str(lost), where=f"rank {here.rank} of {here.world}", fix="start again")
+        error.speaks = is_first_here()  # the others cannot be told
+        raise error from lost
 
 
 class Watch(threading.Thread):
@@ -95,11 +114,19 @@ class Watch(threading.Thread):
     cause. The main thread records what it does (`place`), and asks why it has to end (`cause_of`).
     """
 
-    def __init__(self, board: Board, rank: int, world: int, patience_s: float) -> None:
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        world: int,
+        patience_s: float,
+        loading_s: float = LOADING_S,
+    ) -> None:
         super().__init__(name="watch", daemon=True)
         self.rank = rank
         self.world = world
         self.patience_s = patience_s
+        self.loading_s = loading_s
         self.place = Place("start")
         self.folder: Path | None = None  # for records of errors
         self.spare: frozenset[int] = frozenset()  # the others do not end with these ranks
@@ -113,8 +140,11 @@ class Watch(threading.Thread):
         self._beats: dict[int, Beat] = {}  # the last of each rank
         self._processes: dict[int, Identity] = {}  # by each rank's first beat: none becomes another
         self._heard = dict.fromkeys(range(world), time.monotonic())  # when each rank's last beat came
+        self._moved = dict(self._heard)  # when each rank last said that it does something else
         self._cause: Cause | None = None
         self._deadline = NEVER  # of what the main thread does
+        self._waits_since: float | None = None  # when the main thread began to wait for others that load
+        self._told_of: float | None = None  # the last such wait of which the leader has said for whom
         self._found = threading.Event()
         self._stopped = threading.Event()
         self._broken = threading.Event()  # a connection broke: a rank is gone
@@ -161,6 +191,21 @@ class Watch(threading.Thread):
             yield
         finally:
             self._deadline = outer
+
+    @contextmanager
+    def awaiting(self) -> Iterator[None]:
+        """Waits for ranks that may load for long, as long as one of them gets on.
+
+        All ranks end when none has done so for `loading_s`.
+        """
+        place = self.place
+        self.place = replace(place, doing=WAITING)
+        self._waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits_since = None
+            self.place = place
 
     def _lost_peer(self, error: BaseException, what: str) -> LostPeer:
         GUARD.ending = True
@@ -221,6 +266,9 @@ class Watch(threading.Thread):
             case RunError() as known:
                 said = str(known)
                 code = known.code
+            case BoardLost():
+                said = str(error)
+                code = DISTRIBUTED
             case OSError():
                 said = f"{type(error).__name__}: {error}"
                 code = INPUT_OUTPUT
@@ -263,6 +311,7 @@ class Watch(threading.Thread):
             now = time.monotonic()
             if now - before > beat_s + PAUSED_S:  # this process was stopped: all others look late
                 self._heard = dict.fromkeys(self._heard, now)
+                self._moved = dict.fromkeys(self._moved, now)
             before = now
             # Read before the look: if torchrun stops this rank because another has gone, the look finds that.
             number = GUARD.signalled
@@ -271,8 +320,8 @@ class Watch(threading.Thread):
                 if number and not cause:
                     cause = self._thread_board.first_cause(self._signal(number))
             except BoardLost as lost:
-                is_first = os.environ.get("LOCAL_RANK") == "0"
-                cause = Cause(str(lost), by=self.rank if is_first else NOBODY)
+                line = f"{lost}; rank {self.rank}, {self.place}"
+                cause = Cause(line, by=self.rank if is_first_here() else NOBODY)
             except Exception as error:  # a rank that nobody watches would wait for the others without end
                 cause = self._cause_here(f"rank {self.rank} cannot watch the others: {first_line(error)}")
             if cause and not self._stopped.is_set():
@@ -299,8 +348,11 @@ class Watch(threading.Thread):
         """Reads the ranks' beats, which count as heard `now`. What is no beat is as if nothing had come."""
         for rank, content in enumerate(self._thread_board.read(self.keys)):
             beat = read_beat(content)
-            if beat is None or beat == self._beats.get(rank):
+            last = self._beats.get(rank)
+            if beat is None or beat == last:
                 continue
+            if last is None or beat.place != last.place:
+                self._moved[rank] = now
             self._beats[rank] = beat
             self._heard[rank] = now
             self._processes.setdefault(rank, beat.process)
@@ -318,6 +370,8 @@ class Watch(threading.Thread):
         if now > until:
             on_timeout()
             line = f"rank {self.rank}: {late_line}, in {self.place}"
+            return self._thread_board.first_cause(self._cause_here(line))
+        if line := self._stalled(now, others):
             return self._thread_board.first_cause(self._cause_here(line))
         if self.rank in self.spare and any(self._thread_board.read([f"excused/{self.rank}"])):
             leave_within(LEAVE_S, OK)  # the main thread may be stuck
@@ -338,6 +392,35 @@ class Watch(threading.Thread):
                 self._processes[rank].signal(signal.SIGKILL)
         line = f"rank {first} {how}; last heard of in {self._place_of(first)}"
         return self._thread_board.first_cause(self._cause_here(line))
+
+    def _stalled(self, now: float, others: set[int]) -> str:
+        """Returns why all end where this rank waits for others, of which none gets on any more; else "".
+
+        The leader says once in each wait for whom it waits.
+        """
+        since = self._waits_since
+        if since is None:
+            return ""
+        slow = [rank for rank in sorted(others) if not self._place_of(rank).endswith(WAITING)]
+        moved = max([since, *(self._moved[rank] for rank in slow)])
+        if now - moved > self.loading_s:
+            if not slow:
+                return f"all ranks have waited for each other for {now - moved:.0f} s, in {self.place}"
+            first = slow[0]
+            return (
+                f"rank {first} has not got on for {now - moved:.0f} s (placement.loading_s), and the others "
+                f"wait for it; last heard of in {self._place_of(first)}"
+            )
+        if slow and self.rank == LEADER and now - since > TELL_S and self._told_of != since:
+            self._told_of = since
+            named = "; ".join(f"rank {rank}: {self._place_of(rank)}" for rank in slow[:MAX_NAMED])
+            log.warning(
+                "waiting for %d of %d ranks (%s). If weights come slowly, have them on that machine's disk.",
+                len(slow),
+                self.world,
+                named,
+            )
+        return ""
 
 
 def _is_broken_collective(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from llama_ssp.config.run import flat
 from llama_ssp.distributed.comm import ALONE, Place, Ranks, broadcast_json, checksum
 from llama_ssp.distributed.cores import cores_here
 from llama_ssp.distributed.draft_link import Link, Listener, connect
-from llama_ssp.distributed.failures import Watch, meet
+from llama_ssp.distributed.failures import APPEAR_S, LOADING_S, Watch, meet
+from llama_ssp.distributed.nodes import reachable
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import leave_within
-from llama_ssp.errors import DistributedError, UsageError, first_line
+from llama_ssp.errors import DistributedError, UsageError, first_line, shortened
 
 log = logging.getLogger(__name__)
 # In place of a GPU's UUID.
@@ -39,10 +41,11 @@ NO_GPU = "none"
 MIG = "MIG"
 PACKET = 1024  # integers of a message's first broadcast: enough for a round; a list of prompts needs a second
 HEAD = 3  # number, length, checksum
-LOADING = timedelta(minutes=30)  # how long ranks wait for each other while they load
+UNLIMITED = timedelta(days=365)  # the watch finds ranks that have gone, are frozen, or do not get on
 WORKING_S = 120.0  # how long they wait within a round, by default
 FIRST_STEP_S = 60.0  # a first step, which compiles kernels, may take this long even where ranks wait less
 MAX_NAMED = 3  # differences that a message names
+MAX_DOING = 120  # characters of what a rank says that it does
 TO_FREE: list[WeakMethod[Callable[[], None]]] = []  # methods that are called before ranks part
 LATER_S = 10.0  # how much longer NCCL waits than the watch: it ends the process when it gives up
 # Variables by which the user sets torch's allocator.
@@ -72,9 +75,10 @@ class Group(Ranks):
         ranks = list(members)
         patience = timedelta(seconds=self.patience_s)
         self._tensor_patience = patience + timedelta(seconds=LATER_S if backend == "nccl" else 0)
-        with self._watch.during("making groups"):
+        what = "making groups"
+        with self._watch.during(what), self.within(max(self.patience_s, FIRST_STEP_S), what):
             self._messages: Any = dist.new_group(ranks, backend="gloo", timeout=patience)
-            self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=LOADING)
+            self._waiting: Any = dist.new_group(ranks, backend="gloo", timeout=UNLIMITED)
             self._tensors: Any = dist.new_group(ranks, backend=backend, timeout=self._tensor_patience)
         # NCCL connects ranks at their first sum: until then this group takes no memory of a GPU.
         self._is_connected = backend != "nccl"
@@ -228,7 +232,8 @@ class Group(Ranks):
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         own = torch.tensor(values, dtype=torch.int64)
-        return [part.tolist() for part in self._gather(own, self._waiting, "comparing")]
+        with self._watch.awaiting():
+            return [part.tolist() for part in self._gather(own, self._waiting, "comparing")]
 
     def require_same(self, what: str, text: str) -> None:
         texts = self.gather_texts(text)
@@ -245,15 +250,18 @@ class Group(Ranks):
             )
 
     def barrier(self) -> None:
-        with self._watch.during("waiting for the others"):
+        with self._watch.during("waiting for the others"), self._watch.awaiting():
             dist.barrier(group=self._waiting)
+
+    def note(self, doing: str) -> None:
+        self._watch.place = replace(self._watch.place, doing=shortened(doing, MAX_DOING))
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         groups = [self, *(group for group in self._inner.values() if group.rank >= 0)]
         for group in groups:
             group._loads = True
-            _set_pg_timeout(LOADING, group._tensors)
+            _set_pg_timeout(timedelta(seconds=self._watch.loading_s), group._tensors)
         yield
         self.barrier()
         for group in groups:
@@ -323,11 +331,17 @@ def differing(text: str, leaders: str, ranks: tuple[int, int]) -> str:
     return ""
 
 
-def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
+def open_ranks(
+    device: torch.device,
+    patience_s: float = WORKING_S,
+    appear_s: float = APPEAR_S,
+    loading_s: float = LOADING_S,
+) -> Ranks:
     """Returns the ranks that torchrun started, or ALONE. After closing them a process may call it again.
 
-    `patience_s` limits how far apart ranks may start, be silent, or wait for one another. Sets the allocator
-    of a GPU (`grow_segments`): the small processes of a trial have that of their run.
+    `patience_s` limits how long ranks may be silent, or wait for one another; `appear_s` how far apart they
+    may start; `loading_s` for how long none may get on while others wait for it. Sets the allocator of a GPU
+    (`grow_segments`): the small processes of a trial have that of their run.
     """
     is_alone = rank_environment().world == 1
     if not is_alone and dist.is_initialized():
@@ -349,14 +363,20 @@ def open_ranks(device: torch.device, patience_s: float = WORKING_S) -> Ranks:
     # Each rank has workers of its own that compile.
     workers = cores_here() // number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(max(workers, 1), 32)))
-    store, watch = meet(patience_s)
+    board, watch = meet(patience_s, appear_s, loading_s)
     try:
-        # NCCL connects ranks at their first sum: all wait in the store for the first one, which may load.
-        own = store.clone()
-        own.set_timeout(LOADING)
-        dist.init_process_group("gloo", store=own, timeout=LOADING, rank=watch.rank, world_size=watch.world)
-        backend, has_gpus = _backend(device, store, watch)
-        return Group(tuple(range(watch.world)), backend, watch, has_gpus)
+        store = board.groups_store(patience_s)
+        with reachable(board, watch.rank, watch.world, patience_s):
+            # NCCL connects ranks at their first sum: all wait in the store for the first one, which may load.
+            own = store.clone()
+            own.set_timeout(timedelta(seconds=loading_s))
+            what = "connecting the ranks"
+            with watch.within(max(patience_s, FIRST_STEP_S), what, lambda: None):
+                dist.init_process_group(
+                    "gloo", store=own, timeout=UNLIMITED, rank=watch.rank, world_size=watch.world
+                )
+                backend, has_gpus = _backend(device, store, watch)
+                return Group(tuple(range(watch.world)), backend, watch, has_gpus)
     except BaseException as error:
         raise watch.cause_of(error) from error
 

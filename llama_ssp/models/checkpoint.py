@@ -37,6 +37,7 @@ from llama_ssp.models.heads.settings import AssistantSettings, head_settings, ki
 from llama_ssp.models.hub import cached_gguf, cached_tokenizer, commit_of, file_of, hub_copy
 from llama_ssp.models.packages import kept_file, package_copy
 from llama_ssp.models.sizes import LINEAR_SIZES, Checkpoint, config_file, require_positions, sizes_of
+from llama_ssp.models.staged import staged
 from llama_ssp.models.wrapped import TEXT, TEXT_TYPES, WHOLE, left_out_in_words, naming, text_part
 
 log = logging.getLogger(__name__)
@@ -220,7 +221,15 @@ def _require_linear(model: ModelConf, role: str) -> None:
 
 
 def find(model: ModelConf, role: str, download: bool = False) -> Path:
-    """Returns a model's folder, or its GGUF file: its `path`, or the local copy of its hub repository."""
+    """Returns a model's folder, or its GGUF file: its `path`, or the local copy of its hub repository.
+
+    Of one that was copied to this node's own disk it is that copy.
+    """
+    return staged(_found(model, role, download))
+
+
+def _found(model: ModelConf, role: str, download: bool) -> Path:
+    """Returns where a model's files are, as the configuration names them. Raises UsageError or ModelError."""
     if model.path is None and model.repo is not None:
         copied = None if model.file or download else cached_gguf(model)
         path = copied or hub_copy(model, role, download)

@@ -45,7 +45,7 @@ from llama_ssp.pair.script_prompts import (
     read,
     text_of,
 )
-from llama_ssp.pair.session import PairSession, first_cause, ranks_of
+from llama_ssp.pair.session import PairSession, first_cause, ranks_of, require_same_code
 from llama_ssp.placing.pairs import pair_specs, require_own_ranks
 from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.report.console import Progress, showing_progress
@@ -106,6 +106,7 @@ def load_pair(
         spec = pair_specs(run, [], world)[0]
         ranks = ranks_of(run)
         with first_cause(ranks):
+            require_same_code(ranks)
             ranks.require_same("arguments of load_pair", "\n".join(words))
             say_nodes(ranks, device, spec.run, spec.placement)
             with _naming_open_pairs():

@@ -3,9 +3,10 @@
 import gc
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,6 +59,7 @@ from llama_ssp.text.translation import Intersection
 
 log = logging.getLogger(__name__)
 COMPILED = "compiled"
+MB = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +135,7 @@ class ModelCache:
         self._ranks.enter("load")
         formats = {placed.role: placed.dtype.value for placed in placements}
         self._ranks.require_same("number formats", json.dumps(formats))
-        if self._ranks.world > 1:
-            prints = {placed.role: fingerprint(placed.path) if placed.path else "" for placed in placements}
-            adapters = {placed.role: adapter_folder(placed.model) for placed in placements}
-            prints |= {f"{role} adapter": adapter_fingerprint(at) for role, at in adapters.items() if at}
-            self._ranks.require_same("the models' files", json.dumps(prints))
+        require_same_files(placements, self._ranks)
         self._ranks.barrier()  # every rank has checked that the pair fits
         roles = self._roles_of(placements)
         self._held = self._tried(placements, roles)
@@ -263,8 +261,19 @@ def _prepare_model(
         trial.check(model, sorted({1, max(widths)}), rows, capacity)
 
 
+def require_same_files(placements: Iterable[ModelPlacement], ranks: Ranks) -> None:
+    """Raises DistributedError where ranks have other files of a model, wherever these lie. All call it."""
+    if ranks.world == 1:
+        return
+    prints = {placed.role: fingerprint(placed.path) if placed.path else "" for placed in placements}
+    adapters = {placed.role: adapter_folder(placed.model) for placed in placements}
+    prints |= {f"{role} adapter": adapter_fingerprint(at) for role, at in adapters.items() if at}
+    ranks.require_same("the models' files", json.dumps(prints))
+
+
 def load_alone(placed: ModelPlacement, ranks: Ranks) -> Model:
     """Loads one model by itself, with eager steps, for passes over whole texts."""
+    require_same_files([placed], ranks)
     return _loaded(HeldModel(placed=placed, group=ranks, compiled=False, trial=None))
 
 
@@ -284,7 +293,7 @@ def _loaded(held: HeldModel) -> Model:
     if placed.splitting is Splitting.deepspeed and held.group.world > 1:
         with waiting(f"{name}: reading weights"):
             return load_deepspeed(*what, placed.device, placed.role, held.group)
-    return load(*what, placed.device, placed.role, held.group, held.compiled, _reading)
+    return load(*what, placed.device, placed.role, held.group, held.compiled, partial(_reading, held.group))
 
 
 def _all_compile(placed: ModelPlacement, group: Ranks) -> tuple[bool, Trial | None]:
@@ -348,10 +357,19 @@ def require_same_memory(placed: ModelPlacement, below: ModelPlacement, target: M
 
 
 @contextmanager
-def _reading(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how much of a model's weights has been read."""
+def _reading(ranks: Ranks, name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows how much of a model's weights has been read; the other ranks see that this one gets on."""
+    read = 0
     with Progress(name, total, "bytes", ends_in_log=False) as progress:
-        yield progress.advance
+
+        def advance(count: int) -> None:
+            nonlocal read
+            read += count
+            ranks.note(f"{read / MB:.1f} of {total / MB:.1f} MB read of {name}")
+            progress.advance(count)
+
+        yield advance
+    ranks.note("")
 
 
 def engine_for(

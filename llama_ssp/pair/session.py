@@ -35,6 +35,7 @@ from llama_ssp.placing.engine import compiled_before
 from llama_ssp.placing.pairs import PairSpec
 from llama_ssp.placing.prediction import Prediction, RunMeasurement, fitting
 from llama_ssp.planner.workload import GIB, MIB
+from llama_ssp.report.run_folder import sources
 from llama_ssp.speculative.draft_length import Costs, lookahead_for
 from llama_ssp.speculative.engine import RankEngine
 from llama_ssp.speculative.measure_costs import measured, measured_ks
@@ -336,7 +337,14 @@ def regular(run: RunConf) -> RunConf:
 def ranks_of(run: RunConf) -> Ranks:
     """Returns the ranks that torchrun started, or this process alone."""
     device = device_of(run.placement.target_device, "placement.target_device")
-    return open_ranks(device, run.placement.timeout_s)
+    placement = run.placement
+    return open_ranks(device, placement.timeout_s, placement.appear_s, placement.loading_s)
+
+
+def require_same_code(ranks: Ranks) -> None:
+    """Raises DistributedError where ranks run other code of this package. All ranks call it."""
+    if ranks.world > 1:
+        ranks.require_same("the code of llama_ssp", json.dumps(sources()))
 
 
 @contextmanager

@@ -108,14 +108,15 @@ class BatchTask(Task[BatchConf]):
             kept = while_others_wait(ranks, partial(self._keep_rows, pair, rows))
             self._max_rows, prompts, costs = kept
             fix_k(pair, costs)
-            pair.load(
-                min(self._max_rows, missing),
-                longest,
-                prompts=[Prompt(str(row), tuple(token_ids)) for row, token_ids in enumerate(prompts)],
-            )
-            fix_k(pair, while_others_wait(ranks, partial(self._keep, pair)))
-            pair.settle()
-            while_others_wait(ranks, partial(self._keep_trials, pair))
+            with self._journal.loading() if self._journal else nullcontext():
+                pair.load(
+                    min(self._max_rows, missing),
+                    longest,
+                    prompts=[Prompt(str(row), tuple(token_ids)) for row, token_ids in enumerate(prompts)],
+                )
+                fix_k(pair, while_others_wait(ranks, partial(self._keep, pair)))
+                pair.settle()
+                while_others_wait(ranks, partial(self._keep_trials, pair))
             self._engine = pair.engine(self._inputs.seed)
             self._settings = pair.run_settings(self._max_rows, is_clocked=False)
 

@@ -17,11 +17,12 @@ from llama_ssp.distributed.gpus import gpus_here
 from llama_ssp.errors import FAILED_CHECK, OK
 from llama_ssp.models.devices import device_of
 from llama_ssp.pair.hosts import say_nodes
-from llama_ssp.pair.session import first_cause, ranks_of
+from llama_ssp.pair.session import first_cause, ranks_of, require_same_code
 from llama_ssp.placing.decision import for_ranks, of_leader
 from llama_ssp.placing.draft_length import KEPT, with_decided
 from llama_ssp.placing.pairs import PairSpec
 from llama_ssp.placing.prediction import Bytes, compare_with_plan
+from llama_ssp.planner.workload import DRAFT, TARGET
 from llama_ssp.report.console import Console
 from llama_ssp.report.run_folder import RunFolder, deciding, versions
 from llama_ssp.report.tables import text_of
@@ -47,6 +48,9 @@ log = logging.getLogger(__name__)
 WRITING: list[type[Task[Any]]] = [GenerateTask, ChatTask, BatchTask, EvalTask]
 TRYING: list[type[Task[Any]]] = [CompareTask, MeasureTask, CertifyTask, AgreeTask, CalibrateTask]
 TASKS = {task.__name__.removesuffix("Task").lower(): task for task in WRITING + TRYING}
+
+# What names a model's files, and not what they are.
+PLACES = {"name", "path", "adapter", "repo", "revision", "commit", "package", "file", "sha256"}
 
 # A run of more than BUSY_S seconds warns if its main thread waited this share of the time for a core.
 BUSY = 0.25
@@ -92,9 +96,9 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
     """Returns the inputs with the leader's seed, prompts and placements. Raises if configs differ."""
     if ranks.world == 1:
         return inputs
-    without_plan = with_decided(inputs.run, dict.fromkeys(KEPT))
-    compared = {**deciding(without_plan), "versions": versions()}
+    compared = {**_settings(inputs), "versions": versions()}
     ranks.require_same("configuration or versions", json.dumps(compared, sort_keys=True, default=str))
+    require_same_code(ranks)
 
     here = {
         "seed": inputs.seed,
@@ -122,6 +126,18 @@ def shared(inputs: RunInputs, ranks: Ranks) -> RunInputs:
         pairs=pairs,
         reading=Reading(prompts, leaders["reading"]["skipped"]),
     )
+
+
+def _settings(inputs: RunInputs) -> dict[str, Any]:
+    """Returns the settings that all ranks must have alike: not where a model's files lie, if it has files.
+
+    The files themselves are compared before they are loaded.
+    """
+    settings = deciding(with_decided(inputs.run, dict.fromkeys(KEPT)))
+    for role in (TARGET, DRAFT):
+        if settings[role] is not None and all(pair.files.get(role) for pair in inputs.pairs):
+            settings[role] = {key: value for key, value in settings[role].items() if key not in PLACES}
+    return settings
 
 
 def _as_decided(pair: PairSpec, plain: dict[str, Any]) -> PairSpec:

@@ -63,7 +63,7 @@ def client(server: Any) -> Any:
 def board(request: pytest.FixtureRequest, tmp_path: Path, at: str) -> Board:
     if request.param == "folder":
         return FolderBoard(tmp_path / "0" / "0")
-    return StoreBoard(stores.PrefixStore(at, request.getfixturevalue("client")))
+    return StoreBoard(stores.PrefixStore(at, request.getfixturevalue("client")), WAIT_S)
 
 
 class Watched:
@@ -86,7 +86,7 @@ def watched(client: Any, at: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     made: list[Watched] = []
 
     def make(rank: int = 0) -> Watched:
-        result = Watched(StoreBoard(stores.PrefixStore(at, client)), rank)
+        result = Watched(StoreBoard(stores.PrefixStore(at, client), WAIT_S), rank)
         made.append(result)
         monkeypatch.setattr(GUARD, "on_signal", [])
         monkeypatch.setattr(os, "kill", lambda pid, number: result.killed.append(pid) if number else None)
@@ -159,10 +159,10 @@ def test_a_watch_that_fails_ends_the_run(
 
 def test_groups_wait_as_long_as_their_meeting_says(client: Any, at: str):
     """A later meeting, of another pair, has the connection of the first."""
-    first = StoreBoard(stores.PrefixStore(at, client))
+    first = StoreBoard(stores.PrefixStore(at, client), WAIT_S)
     waited = client.timeout
     try:
-        assert first.again(f"{at}1").groups_store(7.0).timeout == timedelta(seconds=7)
+        assert first.again(f"{at}1", WAIT_S).groups_store(7.0).timeout == timedelta(seconds=7)
     finally:
         client.set_timeout(waited)
 

@@ -83,7 +83,7 @@ def test_a_signal_reaches_a_rank_that_waits_for_another(fault: Any, where: str, 
 
 
 def test_a_rank_that_never_comes(tmp_path: Path):
-    started = Started(tmp_path, 2, *RUN, "out=null", "placement.timeout_s=3", fault=come_late)
+    started = Started(tmp_path, 2, *RUN, "out=null", "placement.appear_s=3", fault=come_late)
     started.processes[0].join(PATIENCE_S)
     leader, other = started.finish(0)
     assert leader.code == 5 and other.code is None

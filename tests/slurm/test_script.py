@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,11 @@ from llama_ssp.batch.job import Job
 from llama_ssp.batch.journal import Journal, Manifest
 from llama_ssp.batch.slurm.submit import sbatch_script, with_cores
 from llama_ssp.batch.workers import words_of_one
-from llama_ssp.config import BatchConf, ClusterConf, RunConf, SlurmConf
+from llama_ssp.config import BatchConf, ClusterConf, ModelConf, RunConf, SlurmConf
 from llama_ssp.config.validation import check_values
 from llama_ssp.errors import UsageError
+from llama_ssp.models.folder import fingerprint
+from llama_ssp.models.staged import STAGED
 from tests.slurm.jobs import EMPTY, executable
 
 # Words that would do harm, were they ever read by a shell or by sbatch.
@@ -186,6 +189,49 @@ def test_the_first_line_that_fails_ends_the_script(tmp_path: Path, monkeypatch: 
     said = (tmp_path / "work" / "logs" / "a-76_0.out").read_text()
     assert re.search(r"error: line \d+ failed with 127: no_such_module load cuda", said)
     assert not (tmp_path / "broken").exists() and "distributed" not in said
+
+
+def staging_script(model: Path, slurm: SlurmConf, folder: Path) -> str:
+    """The script of a group of two nodes whose model has files."""
+    cluster = ClusterConf(nodes=2, gpus=2, slurm=slurm)
+    run = RunConf(model=ModelConf(name="m", path=str(model)), cluster=cluster, task=BatchConf(name="batch"))
+    job = Job(run, Journal(folder / "work", Manifest("", 0, {}, ())), Path("answers.jsonl"), EMPTY)
+    return sbatch_script(job, 1, ("task=batch",))
+
+
+def test_models_are_copied_to_the_node_before_its_ranks_start(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Once a node, by srun; the ranks learn where, and variables are those of the node."""
+    monkeypatch.chdir(tmp_path)
+    slurm = stand_ins(tmp_path)
+    real = f"""case "$*" in
+        *slurm.stage*) exec {shlex.quote(sys.executable)} "$@";;
+        *supervisor*) echo "ranks read ${STAGED}";;
+        esac"""
+    executable(tmp_path / "bin", teller=real)
+    disk = tmp_path / "job 77"
+    slurm = replace(slurm, stage=f"{tmp_path}/job $SLURM_JOB_ID")
+    whole = staging_script(saved.whole, slurm, tmp_path)
+    assert whole.index("slurm.stage") < whole.index("slurm.supervisor") and whole.count("slurm.stage") == 1
+    assert run_script(whole, tmp_path).returncode == 0
+    said = (tmp_path / "work" / "logs" / "a-76_0.out").read_text()
+    assert f"{saved.whole} is copied to {disk}" in said
+    assert f"ranks read {tmp_path}/job $SLURM_JOB_ID" in said
+    (copy,) = disk.glob(f"*/{saved.whole.name}")
+    assert fingerprint(copy) == fingerprint(saved.whole)
+    assert "slurm.stage" not in staging_script(saved.whole, replace(slurm, stage=None), tmp_path)
+
+
+def test_a_job_goes_on_where_nothing_can_be_copied(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    slurm = replace(stand_ins(tmp_path), stage="/proc/nothing")
+    executable(tmp_path / "bin", teller='case "$*" in *slurm.stage*) exit 3;; *) echo ranks;; esac')
+    assert run_script(staging_script(saved.whole, slurm, tmp_path), tmp_path).returncode == 0
+    said = (tmp_path / "work" / "logs" / "a-76_0.out").read_text().splitlines()
+    assert said == ["the models are read from where they are", "ranks"]
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ from llama_ssp import __version__
 from llama_ssp.batch.atomic_files import replace_whole
 from llama_ssp.batch.job import Job
 from llama_ssp.batch.workers import LOGS, share, words_of_one
-from llama_ssp.config import BatchConf, ClusterConf, Output, RunConf
+from llama_ssp.config import BatchConf, ClusterConf, Output, RunConf, Weights
 from llama_ssp.config.arguments import divided
 from llama_ssp.distributed.launcher import SOURCES
 from llama_ssp.errors import OK, DistributedError, UsageError, one_line
+from llama_ssp.models.checkpoint import find
+from llama_ssp.models.staged import STAGED
 from llama_ssp.planner.storage import CPU
 from llama_ssp.report.console import Console
 
@@ -176,6 +178,8 @@ def sbatch_script(
         more.append(f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{cores_of_rank}}}")
     if several_nodes:
         more.append(NODES)
+    cpus_of_srun = f" --cpus-per-task={quote(cores_of_node)}" if cores_of_node else ""
+    more += _staging(job.run, cpus_of_srun)
 
     given_words = [f"    {quote(word)}" for word in words if word not in added]
     added_words = [f"    {quote(word)}" for word in words if word in added]
@@ -191,10 +195,31 @@ def sbatch_script(
         "words": "\n".join([*given_words, *([f"    # {ADDED}", *added_words] if added_words else [])]),
         "work": quote(str(work)),
         "signal_s": str(slurm.signal_s),
-        "cpus": f" --cpus-per-task={quote(cores_of_node)}" if cores_of_node else "",
+        "cpus": cpus_of_srun,
         "torchrun": "".join(f"{line} \\\n    " for line in torchrun),
     }
     return re.sub(r"@(\w+)@", lambda place: values[place[1]], TEMPLATE.read_text(encoding="ascii"))
+
+
+def _staging(run: RunConf, cpus: str) -> list[str]:
+    """Returns the lines of the script that copy the models to each node's own disk; none without `stage`."""
+    stage = run.cluster.slurm.stage
+    if stage is None:
+        return []
+    roles = {"model": run.model, "draft": run.draft if run.has_draft_model else None}
+    models = [
+        find(model, role).absolute()
+        for role, model in roles.items()
+        if model is not None and model.weights is Weights.checkpoint
+    ]
+    if not models:
+        return []
+    return [
+        f"export {STAGED}={quote(stage)}",
+        f'srun{cpus} "$python" -m llama_ssp.batch.slurm.stage {quote(stage)} \\',
+        f"    {' '.join(quote(str(model)) for model in models)} \\",
+        "    || echo 'the models are read from where they are' >&2",
+    ]
 
 
 def _submit(job: Job, script: str) -> str:

@@ -69,7 +69,9 @@ def check_machine(run: RunConf) -> tuple[MachineCheck, Ranks]:
     If it is not, the ranks are those that met on the host: others might hang.
     """
     began = time.monotonic()
-    ranks = open_ranks(torch.device("cpu"), run.placement.timeout_s)
+    ranks = open_ranks(
+        torch.device("cpu"), run.placement.timeout_s, run.placement.appear_s, run.placement.loading_s
+    )
     with first_cause(ranks):
         facts = facts_here(device_of(run.placement.target_device, "placement.target_device"), ranks)
         findings = judged_here(facts)
