@@ -58,6 +58,7 @@ class Terminal:
         self.seen = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
         self._looked_at = 0
+        self._is_there = True
 
     def resize(self, columns: int, lines: int) -> None:
         """The kernel tells the process by SIGWINCH."""
@@ -82,10 +83,29 @@ class Terminal:
         self._process.join(PATIENCE_S)
         return int(self._process.exitcode)
 
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    def settings(self) -> list[Any]:
+        """How the terminal takes what is typed. It must not have been closed."""
+        return termios.tcgetattr(self._master)
+
+    def hang_up(self) -> None:
+        """The other end of the connection goes away."""
+        os.close(self._master)
+        self._is_there = False
+
+    def ended(self) -> int:
+        """Its exit code, where nothing can be shown any more."""
+        self._process.join(PATIENCE_S)
+        return int(self._process.exitcode)
+
     def close(self) -> None:
         self._process.kill()
         self._process.join()
-        os.close(self._master)
+        if self._is_there:
+            os.close(self._master)
 
     def _read(self) -> bool:
         """Takes what there is; False once the other side is closed."""

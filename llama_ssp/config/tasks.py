@@ -249,6 +249,9 @@ class ChatConf(TaskConf):
     usual_tokens = 4_000
 
     system: str | None = key(None, "The system message.")
+    resume: str | None = not_empty(
+        "Go on with a conversation: its run folder, a file of it, or last, the newest below `out`.", None
+    )
     enable_thinking: bool | None = key(None, ENABLE_THINKING)
     template: dict[str, Any] = key(dict, TEMPLATE)
     show_thinking: bool = key(True, SHOW_THINKING)

@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import termios
 import threading
 import time
 import weakref
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 from llama_ssp.errors import OK, one_line
 
 CODE_FILE = "LLAMA_SSP_CODE_FILE"  # names the file for `leave_code`
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # How a signal comes again that could not interrupt.
 AGAIN_S = 0.01
 REMINDER = signal.SIGURG
@@ -26,13 +27,16 @@ PR_SET_PDEATHSIG = 1
 UNWAITED = "unwaited"  # the name of a thread that the process does not wait for when it ends
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 Call = Callable[[], None]
+LEAVING: list[Call] = []  # called just before this process leaves at once
+PASTE_OFF = b"\x1b[?2004l"  # a terminal then no longer marks what is pasted
 
 
 class Guard:
     """The signals of this process; does nothing until it is started.
 
-    The first SIGINT or SIGTERM raises KeyboardInterrupt in the main thread, once. A thread of the guard hears
-    signals also while the main thread is in C code: it ends the process when that takes too long.
+    The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt in the main thread, once. A thread of the
+    guard hears signals also while the main thread is in C code: it ends the process when that takes too long.
+    Under nohup, SIGHUP does nothing.
     """
 
     def __init__(self) -> None:
@@ -58,7 +62,7 @@ class Guard:
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
         self._thread.start()
         self._handlers: dict[int, Any] = {REMINDER: signal.signal(REMINDER, self._remind)}
-        for number in STOPPING:  # last: a signal may come at once
+        for number in heeded():  # last: a signal may come at once
             self._handlers[number] = signal.signal(number, self._interrupt)
 
     def stop(self) -> None:
@@ -134,6 +138,8 @@ class Guard:
         if number == signal.SIGINT and self._spared:
             self._spared -= 1
             return
+        if self._warned and number == signal.SIGHUP:
+            return  # a terminal that is closed sends it more than once
         if self._warned or self._parting:
             leave(128 + number, "" if self._warned else self._parting)
         self._warned = True
@@ -146,6 +152,12 @@ class Guard:
 
 
 GUARD = Guard()
+
+
+def heeded() -> list[signal.Signals]:
+    """Returns the signals that stop this process: not SIGHUP where whoever started it ignores that."""
+    hang_up = signal.SIGHUP
+    return [one for one in STOPPING if one != hang_up or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 def _is_lost(frame: FrameType | None) -> bool:
@@ -169,11 +181,30 @@ def leave_code(code: int) -> None:
 
 def leave(code: int, line: str = "") -> NoReturn:
     """Exits at once, past buffers that another thread may hold, and past destructors that may wait."""
+    for call in LEAVING:
+        with contextlib.suppress(Exception):
+            call()
     if line:
         with contextlib.suppress(OSError):
             os.write(2, f"error: {one_line(line)}\n".encode(errors="backslashreplace"))
     leave_code(code)
     os._exit(code)
+
+
+def kept_terminal() -> Call:
+    """Returns what gives the terminal of standard input the settings back that it has now."""
+    try:
+        settings = termios.tcgetattr(0)
+    except termios.error:  # there is none
+        return lambda: None
+
+    def restore() -> None:
+        with contextlib.suppress(termios.error, OSError):  # it may be gone
+            if os.tcgetpgrp(0) == os.getpgrp() and termios.tcgetattr(0) != settings:
+                termios.tcsetattr(0, termios.TCSANOW, settings)
+                os.write(0, PASTE_OFF)
+
+    return restore
 
 
 def leave_within(seconds: float, code: int, line: str = "") -> threading.Timer:

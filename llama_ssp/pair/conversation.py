@@ -60,8 +60,24 @@ class Conversation:
         self.system: str | None = None
         self.history = list[Message]()
         self.replies = list[ChatReply]()
+        self._turn = 0  # each reply has draws of its own, by this number
         self._state: State | None = None  # whose text the KV cache holds
         self._stop_asked = False
+
+    @property
+    def messages(self) -> list[Message]:
+        """Returns the whole conversation, the system message first, if there is one."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.history]
+
+    def go_on_from(self, messages: list[Message]) -> None:
+        """Replaces what was said. The system message stays where there is none among these."""
+        if messages and messages[0]["role"] == "system":
+            self.system = messages[0]["content"]
+            messages = messages[1:]
+        self.history = list(messages)
+        # As if they had been said here: the next reply has the same draws.
+        self._turn = sum(1 for message in messages if message["role"] == "user")
 
     def reset(self) -> None:
         """Forgets what was said; the system message stays."""
@@ -97,6 +113,7 @@ class Conversation:
             counts=text_run.counts,
         )
         self.replies.append(reply)
+        self._turn += 1
         for step in text_run.rounds():
             ended = step.rows[0].finish is not None
             reply.text = written.text
@@ -147,7 +164,7 @@ class Conversation:
 
     def _prompt(self, messages: list[Message]) -> Prompt:
         """Returns the conversation up to the model's answer, as token ids. Raises DataError."""
-        text = TextPrompt(f"turn {len(self.replies)}", messages[-1]["content"], "the conversation")
+        text = TextPrompt(f"turn {self._turn}", messages[-1]["content"], "the conversation")
         for given in (text, TextPrompt("system", self.system or "", "the system message")):
             require_usable(given)
         system = [{"role": "system", "content": self.system}] if self.system else []

@@ -1,6 +1,7 @@
 """task=chat: a conversation on a terminal, or with one message a line from a pipe; every rank gets it."""
 
 import logging
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -8,13 +9,16 @@ from typing import Any
 from rich.text import Text
 
 from llama_ssp.config import ChatConf, Output
+from llama_ssp.distributed.comm import broadcast_json
 from llama_ssp.distributed.signals import GUARD
-from llama_ssp.errors import DataError
+from llama_ssp.errors import DataError, StorageError
 from llama_ssp.pair.conversation import STOPPED, Conversation
 from llama_ssp.pair.run import run_figures
 from llama_ssp.speculative.stats import Counts
 from llama_ssp.tasks.common import ReplyScreen, Task, pace_in_words
 from llama_ssp.tasks.interactive import FENCE, Terminal, block_of, typed_lines, typed_while
+from llama_ssp.text.tokenizer import Message
+from llama_ssp.text.transcript import FILE, Transcript, read_transcript, transcript_named
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +40,32 @@ ENDINGS = {
 }
 
 
+SHOWN = 200  # characters of what a conversation goes on from
+
+
+def last_words(messages: list[Message]) -> list[Text]:
+    """Returns the end of the last message of each side, dim, for whoever goes on with it."""
+    names = {"user": "> ", "assistant": ""}
+    lines = list[Text]()
+    for message in messages[-2:]:
+        if message["role"] in names:
+            text = " ".join(message["content"].split())
+            end = f"... {text[-SHOWN:]}" if len(text) > SHOWN else text
+            lines.append(Text(names[message["role"]] + end, style="dim"))
+    return lines
+
+
 class ChatTask(Task[ChatConf]):
     """Answers message after message until the input ends."""
 
     _talk: Conversation | None = None
+    _transcript = Transcript(None)
 
     def run(self) -> str:
         task = self._task
+        resumed = self._resumed()
+        if self._folder.path is not None:
+            self._transcript = Transcript(self._folder.path / FILE)
         pair = self._open()
         limit = min(task.context, self._run.model.context)
         if not pair.tokens.has_template:
@@ -59,7 +82,12 @@ class ChatTask(Task[ChatConf]):
         loads_while_typing = self._console.is_terminal and on_cpu
         if self._console.is_terminal:
             ready = " The model gets ready while you type." if loads_while_typing else ""
-            self._print([f"A conversation of at most {limit} tokens. /help lists the commands.{ready}"])
+            place = self._transcript.path
+            kept = f"kept in {place}" if place else "of which nothing is kept (out=null)"
+            words = f"A conversation of at most {limit} tokens, {kept}."
+            self._print([f"{words} /help lists the commands.{ready}"])
+            if resumed:
+                self._print([f"It goes on after {len(resumed)} messages.", *last_words(resumed)])
         if loads_while_typing:
             first = typed_while(load, lines)
             if not first:
@@ -69,15 +97,37 @@ class ChatTask(Task[ChatConf]):
             load()
 
         talk = Conversation(pair, self._inputs.seed, limit, task.max_new_tokens, task.stop)
-        talk.system = task.system
+        talk.go_on_from(resumed)
+        talk.system = task.system or talk.system
         self._talk = talk
+        self._keep(talk)
         for text in lines:
             block = block_of(text)
             if block is not None or not text.startswith("/"):
                 self._answer(talk, text if block is None else block)
             elif not self._obey(talk, text.strip()):
                 break
+            self._keep(talk)
+        if self._console.is_terminal and talk.history and self._transcript.path:
+            with suppress(StorageError):  # the terminal may be gone
+                self._print([f"The conversation is kept: resume={self._transcript.path.parent}"])
         return "done"
+
+    def _resumed(self) -> list[Message]:
+        """Returns the messages that the conversation goes on from, on every rank."""
+        messages = list[Message]()
+        name = self._task.resume
+        if name is not None and self._ranks.is_leader:
+            messages = read_transcript(transcript_named(name, self._run.out, self._folder.path))
+        return list(broadcast_json(messages, self._ranks))
+
+    def _keep(self, talk: Conversation) -> None:
+        """Writes what has changed into the run folder; a full disk ends no conversation."""
+        if self._ranks.is_leader:
+            try:
+                self._transcript.keep(talk.messages)
+            except StorageError as problem:
+                log.warning("%s", problem)
 
     def has_output(self) -> bool:
         return self._talk is not None and bool(self._talk.replies)

@@ -10,14 +10,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
 from llama_ssp.distributed.comm import Ranks
-from llama_ssp.distributed.signals import GUARD, UNWAITED
+from llama_ssp.distributed.signals import GUARD, LEAVING, UNWAITED, kept_terminal
 from llama_ssp.errors import RunError
 from llama_ssp.report.console import waiting
 
@@ -102,7 +102,11 @@ def typed_lines(ranks: Ranks, terminal: Terminal | None) -> Iterator[str]:
         assert terminal is not None, "the leader has a terminal"
         return terminal.ask()
 
-    while text := while_others_wait(ranks, typed):
+    while True:
+        ranks.enter("waiting for a message")
+        text = while_others_wait(ranks, typed)
+        if not text:
+            return
         yield text
 
 
@@ -145,6 +149,7 @@ class Terminal:
         # input() edits lines once readline is imported, where both streams are a terminal.
         if sys.stdout.isatty() and find_spec("readline"):
             import readline  # noqa: F401
+        LEAVING.append(kept_terminal())
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
         self._ask = ask
@@ -172,7 +177,8 @@ class Terminal:
             try:
                 return input(ask)
             except (EOFError, KeyboardInterrupt):
-                sys.stdout.write("\n")
+                with suppress(OSError):  # the terminal may be gone
+                    sys.stdout.write("\n")
                 raise
         if sys.stdin.isatty():  # standard output goes elsewhere
             sys.stderr.write(ask)
