@@ -228,6 +228,9 @@ def test_a_chat_ends_while_its_model_gets_ready(
     terminal.until("The model gets ready while you type.")
     terminal.until("> ")
     terminal.type(typed)
+    if typed == INTERRUPT:
+        terminal.until("another Ctrl-C")
+        terminal.type(typed)
     assert terminal.leave() == code
     assert "compil" not in terminal.seen and "Traceback" not in terminal.seen
     assert summary(tmp_path)["replies"] == []
@@ -253,7 +256,7 @@ def test_a_chat_says_what_ends_its_loading(open_terminal: Any, tmp_path: Path) -
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_conversation(ranks: int, open_terminal: Any, tmp_path: Path) -> None:
     """Ctrl-C stops the reply and not the program, nor a rank; a block of lines is one message; at the prompt
-    it ends.
+    it ends by the second one.
     """
     words = "task.max_new_tokens=900", "task.context=1024", f"ranks={ranks}"
     terminal = open_terminal(*words, session=CHAT, columns=120)
@@ -273,6 +276,9 @@ def test_a_conversation(ranks: int, open_terminal: Any, tmp_path: Path) -> None:
         shown = terminal.until(stopped)
         assert "ms/token, " in shown and " of 1024, " in shown, typed
     terminal.until("> ")
+    time.sleep(1.5)
+    terminal.type(INTERRUPT)
+    terminal.until("another Ctrl-C")
     terminal.type(INTERRUPT)
     assert terminal.leave() == 130
     assert "Traceback" not in terminal.seen and '"task"' not in terminal.seen

@@ -50,8 +50,10 @@ QUIET_S = 3.0  # without a beat, after a connection was lost: that rank is gone
 FIND_S = QUIET_S + 2 * BEAT_S  # for the thread to find which rank is gone
 LEAVE_S = 3.0  # for a rank to end in good order once the cause is known
 PAUSED_S = 3.0  # a beat this late: this process itself was stopped
+PAUSED = "stopped by Ctrl-Z"  # in place of what a rank does
 LOOPBACK = "lo"
 EXCUSED = "excused"
+TURN = "turn"  # how often the leader has said that it goes on
 # Until when a rank may do something; what is said, and called before, when that is over.
 Deadline = tuple[float, str, Callable[[], None]]
 NEVER: Deadline = (math.inf, "", lambda: None)
@@ -109,17 +111,21 @@ class Watch(threading.Thread):
         self._thread_board = board.another()
         # Of the beats, and this process.
         self._numbers = itertools.count(1)
+        self._beating = threading.Lock()
+        self._is_paused = False  # by a person, who lets it go on
         self._process = own_identity()
         self._beats: dict[int, Beat] = {}  # the last of each rank
         self._processes: dict[int, Identity] = {}  # by each rank's first beat: none becomes another
         self._heard = dict.fromkeys(range(world), time.monotonic())  # when each rank's last beat came
         self._cause: Cause | None = None
         self._deadline = NEVER  # of what the main thread does
+        self._turns = 0
         self._found = threading.Event()
         self._stopped = threading.Event()
         self._broken = threading.Event()  # a connection broke: a rank is gone
         self._wake = threading.Event()
         GUARD.on_signal.append(self._wake.set)  # the others learn of a signal at once
+        GUARD.on_pause.append(self._announce)
 
     # The main thread.
 
@@ -130,6 +136,23 @@ class Watch(threading.Thread):
         if not in_rounds:
             with suppress(BoardLost):  # the thread finds that, too
                 self.beat(self._board)
+
+    def await_turn(self, leads: bool) -> None:
+        """Waits until the leader calls it as often. It looks at the board: no connection stands idle.
+
+        Raises LostPeer when a rank is gone.
+        """
+        self._turns += 1
+        what = "waiting for a message"
+        try:
+            if leads:
+                self._board.write(TURN, str(self._turns))
+                return
+            while not _is_at(self._board.read([TURN])[0], self._turns):
+                if self._found.wait(LOOK_S):
+                    raise self._lost_peer(RuntimeError("a rank is gone"), what)
+        except BoardLost as lost:
+            raise self._lost_peer(lost, what) from lost
 
     def absent(self) -> list[int]:
         """Returns the ranks that have not come yet."""
@@ -285,8 +308,16 @@ class Watch(threading.Thread):
 
     def beat(self, board: Board | None = None) -> None:
         """Writes what the others read: a new number, what this rank does, and its process."""
-        text = beat_text(next(self._numbers), str(self.place), self._process)
-        (board or self._thread_board).write(self.keys[self.rank], text)
+        with self._beating:
+            place = PAUSED if self._is_paused else str(self.place)
+            text = beat_text(next(self._numbers), place, self._process)
+            (board or self._thread_board).write(self.keys[self.rank], text)
+
+    def _announce(self, pauses: bool) -> None:
+        """Tells the others that this process is about to be stopped, or that it goes on."""
+        self._is_paused = pauses
+        with suppress(BoardLost):  # the thread finds that
+            self.beat()
 
     def _place_of(self, rank: int) -> str:
         """Returns where a rank was at its last beat."""
@@ -326,6 +357,7 @@ class Watch(threading.Thread):
             return None
         limit_s = QUIET_S if self._broken.is_set() else self.patience_s
         late = {rank for rank in others - dead if now - self._heard[rank] > limit_s}
+        late = {rank for rank in late if self._place_of(rank) != PAUSED}
         gone = dead if self._broken.is_set() or not self.closing else set()
         if not gone | late:
             return None
@@ -338,6 +370,11 @@ class Watch(threading.Thread):
                 self._processes[rank].signal(signal.SIGKILL)
         line = f"rank {first} {how}; last heard of in {self._place_of(first)}"
         return self._thread_board.first_cause(self._cause_here(line))
+
+
+def _is_at(content: bytes, number: int) -> bool:
+    """Returns whether what stands on the board is this number or a later one."""
+    return content.isdigit() and len(content) < 20 and int(content) >= number
 
 
 def _is_broken_collective(error: BaseException) -> bool:

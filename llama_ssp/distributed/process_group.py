@@ -40,6 +40,7 @@ MIG = "MIG"
 PACKET = 1024  # integers of a message's first broadcast: enough for a round; a list of prompts needs a second
 HEAD = 3  # number, length, checksum
 LOADING = timedelta(minutes=30)  # how long ranks wait for each other while they load
+UNLIMITED = timedelta(days=365)  # the watch finds ranks that have gone or are frozen
 WORKING_S = 120.0  # how long they wait within a round, by default
 FIRST_STEP_S = 60.0  # a first step, which compiles kernels, may take this long even where ranks wait less
 MAX_NAMED = 3  # differences that a message names
@@ -248,9 +249,27 @@ class Group(Ranks):
         with self._watch.during("waiting for the others"):
             dist.barrier(group=self._waiting)
 
+    def await_leader(self) -> None:
+        self._watch.await_turn(self.is_leader)
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        groups = self._joined()
+        for group in groups:
+            _set_pg_timeout(UNLIMITED, group._messages)
+            _set_pg_timeout(UNLIMITED, group._tensors)
+        yield
+        for group in groups:
+            _set_pg_timeout(timedelta(seconds=group.patience_s), group._messages)
+            _set_pg_timeout(group._tensor_patience, group._tensors)
+
+    def _joined(self) -> list[Group]:
+        """Returns this group and those in it that this rank is a member of."""
+        return [self, *(group for group in self._inner.values() if group.rank >= 0)]
+
     @contextmanager
     def loading(self) -> Iterator[None]:
-        groups = [self, *(group for group in self._inner.values() if group.rank >= 0)]
+        groups = self._joined()
         for group in groups:
             group._loads = True
             _set_pg_timeout(LOADING, group._tensors)

@@ -27,6 +27,8 @@ PR_SET_PDEATHSIG = 1
 UNWAITED = "unwaited"  # the name of a thread that the process does not wait for when it ends
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 Call = Callable[[], None]
+Soft = Callable[[], bool]
+HARD = 255  # to the guard's thread, in place of a signal: a Ctrl-C ends the process after all
 LEAVING: list[Call] = []  # called just before this process leaves at once
 PASTE_OFF = b"\x1b[?2004l"  # a terminal then no longer marks what is pasted
 
@@ -45,13 +47,16 @@ class Guard:
     def _reset(self, grace_s: float | None) -> None:
         self.signalled = 0  # the first signal that came
         self.ending = False  # the process ends for a known reason: no signal interrupts its report
-        self.on_signal: list[Call] = []  # called in the guard's thread
+        # Called in the guard's thread: upon a signal that ends the process, and upon a Ctrl-C that does not.
+        self.on_signal: list[Call] = []
+        self.on_soft: list[Call] = []
+        # Called there with True before a Ctrl-Z stops this process, which has ranks, and with False after it.
+        self.on_pause: list[Callable[[bool], None]] = []
         self._grace_s = grace_s
         self._warned = False  # by a first signal: the second one acts at once
         self._pending = 0  # a signal that has not interrupted yet
         self._parting = ""  # said upon a signal that ends the process at once
-        self._soft: Call | None = None  # what the next Ctrl-C calls, in place of ending the process
-        self._spared = 0  # signals that the guard's thread leaves to it
+        self._soft: Soft | None = None  # what a Ctrl-C calls, in place of ending the process
 
     def start(self, grace_s: float | None) -> None:
         """Starts, in the main thread. A signal is obeyed after `grace_s` at the latest; None is no limit."""
@@ -62,6 +67,8 @@ class Guard:
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
         self._thread.start()
         self._handlers: dict[int, Any] = {REMINDER: signal.signal(REMINDER, self._remind)}
+        if grace_s is not None and signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+            self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, lambda _number, _frame: None)
         for number in heeded():  # last: a signal may come at once
             self._handlers[number] = signal.signal(number, self._interrupt)
 
@@ -95,23 +102,21 @@ class Guard:
             self._parting = ""
 
     @contextlib.contextmanager
-    def softened(self, call: Call) -> Iterator[None]:
-        """Has the first Ctrl-C inside only call `call`, in the main thread; a second one ends the process."""
+    def softened(self, call: Soft) -> Iterator[None]:
+        """Has a Ctrl-C inside call `call`, in the main thread; it ends the process if that returns False."""
+        before = self._soft
         self._soft = call
-        self._spared = 1
         try:
             yield
         finally:
-            if self._soft is not None:
-                self._soft = None
-                self._spared = 0
+            self._soft = before
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Interrupts the main thread, or waits until the exception would not be lost."""
-        if number == signal.SIGINT and self._soft is not None:
-            call = self._soft
-            self._soft = None
-            return call()
+        if self._is_soft(number) and self._soft is not None:
+            if self._soft():
+                return
+            os.write(self._sending, bytes([HARD]))
         self._pending = 0 if self.ending else number
         if self._pending and not _is_lost(frame):
             self.ending = True
@@ -121,6 +126,9 @@ class Guard:
         if self._pending:
             os.write(self._sending, bytes([REMINDER]))  # asks the guard's thread to send it again
 
+    def _is_soft(self, number: int) -> bool:
+        return number == signal.SIGINT and self._soft is not None and not self.ending
+
     def _remind(self, _: int, frame: FrameType | None) -> None:
         if self._pending:
             self._interrupt(self._pending, frame)
@@ -128,16 +136,19 @@ class Guard:
     def _watch(self) -> None:
         while received := os.read(self._receiving, 64):
             for number in received:
-                if number in STOPPING:
+                if self._is_soft(number):
+                    self._tell(self.on_soft)
+                elif number in STOPPING:
                     self._hear(number)
+                elif number == signal.SIGTSTP:
+                    self._pause()
+                elif number == HARD and not self._warned:  # else the signal itself was heard as one that ends
+                    self._hear(signal.SIGINT)
             if self._pending:
                 time.sleep(AGAIN_S)
                 signal.pthread_kill(threading.main_thread().ident or 0, REMINDER)
 
     def _hear(self, number: int) -> None:
-        if number == signal.SIGINT and self._spared:
-            self._spared -= 1
-            return
         if self._warned and number == signal.SIGHUP:
             return  # a terminal that is closed sends it more than once
         if self._warned or self._parting:
@@ -146,7 +157,20 @@ class Guard:
         self.signalled = self.signalled or number
         if self._grace_s is not None:
             leave_within(self._grace_s, 128 + number)
-        for call in self.on_signal:
+        self._tell(self.on_signal)
+
+    def _pause(self) -> None:
+        """Stops this process, after the other ranks have been told so."""
+        for pauses in (True, False):
+            for call in list(self.on_pause):
+                with contextlib.suppress(Exception):
+                    call(pauses)
+            if pauses:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    @staticmethod
+    def _tell(calls: list[Call]) -> None:
+        for call in list(calls):
             with contextlib.suppress(Exception):  # such as a full disk: the process ends all the same
                 call()
 

@@ -111,12 +111,26 @@ def read_transcript(file: Path) -> list[Message]:
     lines = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         record = _parsed(line)
-        if record is None and number == len(lines):
-            if line.strip():
+        if record is None and number == len(lines) and (number > 1 or not line):
+            if line:
                 log.warning("%s: the last line is torn, and left out", file)
             break
         messages = _continued(messages, record, f"{file}:{number}")
     return messages
+
+
+def save_transcript(file: Path, messages: list[Message]) -> None:
+    """Writes a conversation as one line, whole or not at all; over a file only if that is one, too.
+
+    Raises StorageError, or DataError where the file is something else.
+    """
+    if file.exists():
+        read_transcript(file)
+    part = file.with_name(f"{file.name}.part")
+    line = json.dumps({"messages": messages}, ensure_ascii=False) + "\n"
+    with writing("conversation", file, "name another file"):
+        part.write_bytes(line.encode("utf-8", "backslashreplace"))
+        part.replace(file)
 
 
 def _parsed(content: bytes) -> Any:
