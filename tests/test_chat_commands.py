@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from llama_ssp import load_pair
@@ -12,6 +13,8 @@ from llama_ssp.config import ChatConf, RunConf
 from llama_ssp.errors import DataError, DistributedError, UsageError
 from llama_ssp.pair.conversation import Conversation
 from llama_ssp.tasks.chat_settings import in_words, with_setting
+from llama_ssp.text.tokenizer import Message
+from llama_ssp.text.transcript import FILE, Transcript, read_transcript
 from tests.conftest import Command
 from tests.test_conversation import FP32, SAID, folder, talk  # noqa: F401
 from tests.warm import Answer, Started
@@ -188,6 +191,35 @@ def test_the_context_is_what_fits(command: Command, monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     with pytest.raises(DistributedError):
         load_pair("tiny", None, max_tokens=limit * 2, overrides=list(words[2:]))
+
+
+@pytest.mark.slow
+def test_a_day(command: Command) -> None:
+    """300 turns with every command: the file has the conversation, and memory stays where it was."""
+    held = list[int]()
+    told = Transcript.keep
+
+    def keep(transcript: Transcript, messages: list[Message]) -> None:
+        told(transcript, messages)
+        held.append(psutil.Process().memory_info().rss)
+
+    typed = list[str]()
+    for number in range(300):
+        typed.append(f"message {number}")
+        if number % 10 == 9:
+            typed += ["/undo", "/retry", f"/set temperature {1 + number / 1000}", "/set k 1", "/set k auto"]
+            typed += ["/stats", "/save day.json", "/load day.json", "/system be brief", "/system", "/?"]
+        if number % 40 == 39:
+            typed.append("/clear")
+    words = (*SMALL, "task.max_new_tokens=4", "task.context=2000", "model.context=2000", "draft.context=2000")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transcript, "keep", keep)
+        answer = command(*words, stdin="\n".join(typed).encode())
+    assert answer.code == 0
+    found = answer.document
+    assert len(found["replies"]) == 330
+    assert read_transcript(Path(found["run_folder"]) / FILE) == found["messages"]
+    assert max(held) - held[100] < 60e6
 
 
 @pytest.mark.slow
