@@ -148,7 +148,7 @@ class ChatTask(Task[ChatConf]):
             place = self._transcript.path
             kept = f"kept in {place}" if place else "of which nothing is kept (out=null)"
             words = f"A conversation of at most {limit} tokens, {kept}."
-            self._print([f"{words} /help lists the commands.{ready}"])
+            self._print([words, f"/help lists the commands.{ready}"])
             if resumed:
                 self._print([f"It goes on after {len(resumed)} messages.", *last_words(resumed)])
         if loads_while_typing:
