@@ -28,7 +28,7 @@ from llama_ssp.tasks.interactive import (
     typed_while,
     while_others_wait,
 )
-from llama_ssp.text.tokenizer import Message
+from llama_ssp.text.messages import Message
 from llama_ssp.text.transcript import (
     FILE,
     Transcript,

@@ -19,14 +19,13 @@ from typing import Any
 
 from llama_ssp.config import home_expanded
 from llama_ssp.errors import DataError, StorageError, UsageError, of_system, writing
-from llama_ssp.text.tokenizer import Message
+from llama_ssp.text.messages import ROLES, Message
 
 log = logging.getLogger(__name__)
 
 FILE = "messages.jsonl"  # in a run folder
 SUMMARY = "summary.json"
 LAST = "last"  # in place of a name: the newest conversation below the folder of runs
-ROLES = ("system", "user", "assistant")
 FORM = 'lines with {"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
