@@ -19,7 +19,7 @@ from typing import Any
 
 from llama_ssp.config import home_expanded
 from llama_ssp.errors import DataError, StorageError, UsageError, of_system, writing
-from llama_ssp.text.messages import ROLES, Message
+from llama_ssp.text.messages import ROLES, Message, message_of
 
 log = logging.getLogger(__name__)
 
@@ -155,13 +155,13 @@ def _continued(messages: list[Message], record: Any, where: str) -> list[Message
             fix="take out the line, or name another file",
         )
     result = messages[:start]
-    for message in given:
-        is_message = isinstance(message, dict) and all(isinstance(text, str) for text in message.values())
-        if not (is_message and "content" in message and message.get("role") in ROLES):
+    for item in given:
+        message = message_of(item)
+        if message is None:
             raise DataError(
                 "a message cannot be used",
                 where=where,
-                found=json.dumps(message)[:80],
+                found=json.dumps(item)[:80],
                 allowed=f'{{"role": ..., "content": ...}} of {", ".join(ROLES)}',
                 fix="correct the file, or name another one",
             )
