@@ -225,3 +225,38 @@ def test_a_ctrl_c_may_be_for_a_call(most: int):
     run = finished(SOFTENED.format(most=most))
     assert run.stdout.splitlines() == [f"{most} {most + 1} 0", f"{most + 1} 2"], run.stderr
     assert run.returncode == 130  # after the one that interrupts, the next one ends the process at once
+
+
+LATE = """
+import os, signal, sys, threading, time
+from llama_ssp.distributed.signals import GUARD
+GUARD.start({grace})
+late = threading.Event()
+GUARD.on_soft.append(lambda: late.wait(30))
+pressed = []
+def soft():
+    pressed.append("soft")
+    return len(pressed) < 3
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.05)
+try:
+    with GUARD.softened(soft):
+        for _ in range(3):
+            press()
+        print("not reached")
+except KeyboardInterrupt:
+    late.set()
+    while not GUARD._warned:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    print(len(pressed), GUARD.signalled, "in good order")
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("grace", [None, 30.0])
+def test_a_ctrl_c_that_the_guard_hears_late_is_what_it_was(grace: float | None) -> None:
+    """On a busy machine its thread may hear all at once, when the last one has ended the program."""
+    run = finished(LATE.format(grace=grace))
+    assert (run.stdout, run.returncode) == ("3 2 in good order\n", 3), run.stderr

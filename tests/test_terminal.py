@@ -36,7 +36,7 @@ from tests.warm import LAUNCH, start
 SESSION = ("task=compare", "model=tiny", "draft=tiny_draft", "seed=1", "task.max_new_tokens=24")
 ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")
 ALTERNATE, BACK = "\x1b[?1049h", "\x1b[?1049l"
-PATIENCE_S = 60
+PATIENCE_S = 150  # on a busy machine
 INTERRUPT, END = "\x03", "\x04"
 
 
@@ -282,6 +282,7 @@ def test_a_conversation(ranks: int, open_terminal: Any, tmp_path: Path) -> None:
     terminal.type(INTERRUPT)
     assert terminal.leave() == 130
     assert "Traceback" not in terminal.seen and '"task"' not in terminal.seen
+    assert "stopped by a signal" in terminal.seen or "rank 0 was stopped by SIGINT" in terminal.seen
     found = summary(tmp_path)
     assert [reply["finish_reason"] for reply in found["replies"]] == ["stopped", "stopped"]
     assert found["messages"][0] == {"role": "user", "content": "two\nlines"}

@@ -57,6 +57,10 @@ class Guard:
         self._pending = 0  # a signal that has not interrupted yet
         self._parting = ""  # said upon a signal that ends the process at once
         self._soft: Soft | None = None  # what a Ctrl-C calls, in place of ending the process
+        # The main thread decides what a Ctrl-C is, and counts those that it has asked `_soft` about. The
+        # guard's thread, which may hear them later, counts those that it has left to the main thread.
+        self._asked = 0
+        self._left = 0
 
     def start(self, grace_s: float | None) -> None:
         """Starts, in the main thread. A signal is obeyed after `grace_s` at the latest; None is no limit."""
@@ -113,7 +117,8 @@ class Guard:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Interrupts the main thread, or waits until the exception would not be lost."""
-        if self._is_soft(number) and self._soft is not None:
+        if not self._pending and self._is_soft(number) and self._soft is not None:
+            self._asked += 1
             if self._soft():
                 return
             os.write(self._sending, bytes([HARD]))
@@ -136,7 +141,8 @@ class Guard:
     def _watch(self) -> None:
         while received := os.read(self._receiving, 64):
             for number in received:
-                if self._is_soft(number):
+                if number == signal.SIGINT and (self._left < self._asked or self._is_soft(number)):
+                    self._left += 1
                     self._tell(self.on_soft)
                 elif number in STOPPING:
                     self._hear(number)

@@ -118,8 +118,7 @@ class ChatTask(Task[ChatConf]):
             return False
         is_late = time.monotonic() < self._calm_until  # a key that is pressed again and again
         if not (self._replies or is_late):
-            self._terminal.drop()
-            return True
+            return self._terminal.drop()
         if self._talk is not None and self._replies:
             self._talk.stop()
         self._calm_until = time.monotonic() + CALM_S

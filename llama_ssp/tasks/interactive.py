@@ -144,10 +144,7 @@ def typed_while(work: Callable[[], object], lines: Iterator[str]) -> list[str]:
 
 
 class LineDropped(Exception):
-    """A Ctrl-C has ended the wait for a line; `was_empty` says whether nothing had been typed."""
-
-    def __init__(self, was_empty: bool) -> None:
-        self.was_empty = was_empty
+    """A Ctrl-C has ended the wait for a line."""
 
 
 class Terminal:
@@ -179,37 +176,42 @@ class Terminal:
         self._lines: list[str] = []  # of a block that has begun
         self.is_listening = False
         self._is_dropped = False  # the next line
+        self._may_leave = False  # a line was dropped, and nothing typed since
 
     def ask(self) -> str | None:
         """Returns the next text that is not empty; None at the end of the input.
 
-        What `drop` ends is forgotten; twice with nothing typed, it raises KeyboardInterrupt.
+        What `drop` ends is forgotten.
         """
-        may_leave = False
+        self._may_leave = False
         while True:
             try:
                 with _awake():
                     text = self._text()
             except EOFError:
                 return None
-            except LineDropped as dropped:
-                if may_leave and dropped.was_empty:
-                    raise KeyboardInterrupt(signal.SIGINT) from None
-                may_leave = True
+            except LineDropped:
+                self._may_leave = True
                 self._say(self._hint)
                 continue
-            may_leave = False
+            self._may_leave = False
             if text.strip():
                 return text
 
-    def drop(self) -> None:
-        """Ends the wait for a line, in a signal's handler; of one not yet waited for, as soon as it is."""
+    def drop(self) -> bool:
+        """Ends the wait for a line, in a signal's handler; of one not yet waited for, as soon as it is.
+
+        Returns False, and drops nothing, where a line was dropped before and nothing is typed: the program
+        ends, as by any signal that stops it.
+        """
         if not self.is_listening:
-            self._is_dropped = True
-            return
+            self._is_dropped = not self._may_leave
+            return self._is_dropped
         readline = sys.modules.get("readline")
         typed = readline.get_line_buffer() if readline else ""
-        raise LineDropped(was_empty=not (typed.strip() or self._lines))
+        if self._may_leave and not (typed.strip() or self._lines):
+            return False
+        raise LineDropped
 
     def _text(self) -> str:
         self._lines = []
@@ -240,7 +242,7 @@ class Terminal:
             self.is_listening = True
             if self._is_dropped:
                 self._is_dropped = False
-                raise LineDropped(was_empty=not self._lines)
+                raise LineDropped
             with _outputs_to_terminal() as is_terminal:
                 if is_terminal:
                     return input(ask)
