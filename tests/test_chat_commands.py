@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from llama_ssp.config import ChatConf, RunConf
 from llama_ssp.errors import DataError, DistributedError, UsageError
 from llama_ssp.pair.conversation import Conversation
 from llama_ssp.tasks.chat_settings import in_words, with_setting
-from llama_ssp.text.tokenizer import Message
+from llama_ssp.text.messages import Message
 from llama_ssp.text.transcript import FILE, Transcript, read_transcript
 from tests.conftest import Command
 from tests.test_conversation import FP32, SAID, folder, talk  # noqa: F401
@@ -195,7 +196,9 @@ def test_the_context_is_what_fits(command: Command, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_a_day(command: Command) -> None:
-    """300 turns with every command: the file has the conversation, and memory stays where it was."""
+    """300 turns with every command: the file has the conversation, memory stays where it was, and a turn
+    reads only what is new.
+    """
     held = list[int]()
     told = Transcript.keep
 
@@ -220,6 +223,9 @@ def test_a_day(command: Command) -> None:
     assert len(found["replies"]) == 330
     assert read_transcript(Path(found["run_folder"]) / FILE) == found["messages"]
     assert max(held) - held[100] < 60e6
+    prompts = [reply["prompt_tokens"] for reply in found["replies"]]
+    kept = [reply["prompt_tokens_kept"] for reply in found["replies"]]
+    assert max(prompts) > 1000 and max(map(sub, prompts, kept)) < 100
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from typing import Any
 
 from llama_ssp.config import home_expanded
 from llama_ssp.errors import DataError, StorageError, UsageError, of_system, writing
-from llama_ssp.text.messages import ROLES, Message, message_of
+from llama_ssp.text.messages import Message, messages_of
 
 log = logging.getLogger(__name__)
 
@@ -154,16 +154,4 @@ def _continued(messages: list[Message], record: Any, where: str) -> list[Message
             allowed=f"0 to {len(messages)}",
             fix="take out the line, or name another file",
         )
-    result = messages[:start]
-    for item in given:
-        message = message_of(item)
-        if message is None:
-            raise DataError(
-                "a message cannot be used",
-                where=where,
-                found=json.dumps(item)[:80],
-                allowed=f'{{"role": ..., "content": ...}} of {", ".join(ROLES)}',
-                fix="correct the file, or name another one",
-            )
-        result.append(message)
-    return result
+    return [*messages[:start], *messages_of(given, where)]
