@@ -73,6 +73,7 @@ def test_commands_through_a_pipe(command: Command, caplog: pytest.LogCaptureFixt
         "/load no",
         "/set", "/set temperature", "/set temperature hot", "/set temperature -1", "/set tempreature 1",
         "/set num_ctx 5", "/set temperature [", "/set k 99", "/set temperature 0", "/set nothink", "/what",
+        "/set system be short", "/show", "/set system",
         "/clear", "new", "/load kept.json", "/system be brief", "more", "/retry", "/?", "/bye", "never sent",
     )  # fmt: skip
     assert said(answer)[::2] == ["hello", "more"]
@@ -80,7 +81,7 @@ def test_commands_through_a_pipe(command: Command, caplog: pytest.LogCaptureFixt
     for line in (
         "There is nothing to take back", "Taken back, with its reply: again", "2 messages are in kept.json",
         "begins anew", "goes on after 2 messages", "system message is set", "no command /what", "/undo  ",
-        "temperature 0, K =", "enable_thinking False",
+        "temperature 0, K =", "enable_thinking False", "system message: be short", "message is removed",
     ):  # fmt: skip
         assert line in answer.out, line
     for problem in (

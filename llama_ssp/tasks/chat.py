@@ -43,7 +43,8 @@ HELP = f"""/undo            take back the last message and its reply
 /retry           make another reply to the last message
 /reset, /clear   forget what was said
 /system TEXT     set the system message; without TEXT, remove it
-/set KEY VALUE   change temperature, top_p, k, max_new_tokens, enable_thinking ...; without KEY, list them
+/set KEY VALUE   change temperature, top_p, k, max_new_tokens, enable_thinking ...
+/show            the settings and the system message
 /save FILE       write the conversation to a file
 /load FILE       go on from a file, or from the folder of an earlier chat
 /stats           tokens, speed and acceptance so far
@@ -58,6 +59,7 @@ COMMANDS = (
     "/reset",
     "/system",
     "/set",
+    "/show",
     "/save",
     "/load",
     "/stats",
@@ -214,6 +216,8 @@ class ChatTask(Task[ChatConf]):
                     self._print(self._loaded(talk, rest))
                 case "/set":
                     self._print([self._set(talk, rest)])
+                case "/show":
+                    self._print([in_words(talk.run), f"system message: {talk.system or 'none'}"])
                 case "/stats":
                     self._print([f"replies: {len(talk.replies)}; {pace_in_words(talk.figures())}"])
                 case "/help":
@@ -228,7 +232,10 @@ class ChatTask(Task[ChatConf]):
         return True
 
     def _set(self, talk: Conversation, words: str) -> str:
-        """Changes a setting; returns what is said about it. Raises UsageError."""
+        """Changes a setting or, as in ollama, the system message; returns what is said. Raises UsageError."""
+        key, _, rest = words.partition(" ")
+        if key == "system":
+            return changed(talk, "/system", rest.strip())
         if words:
             talk.run = with_setting(talk.run, words, self._run)
             talk.new_tokens = talk.run.task.max_new_tokens

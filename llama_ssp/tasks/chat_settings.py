@@ -72,7 +72,8 @@ def _with_k(value: Any, begun: RunConf) -> SpeculationConfig:
 
 
 def in_words(run: RunConf) -> str:
-    """Returns the settings as they are now, for people."""
+    """Returns the settings as they are now, for people; those without a value are left out."""
     named = [f"{key} {value}" for key, value in run.sampling.named.items()]
-    task = [f"{key} {getattr(run.task, key)}" for key in OF_TASK]
+    of_task = {key: getattr(run.task, key) for key in OF_TASK}
+    task = [f"{key} {value}" for key, value in of_task.items() if value is not None]
     return ", ".join([*(named or ["no sampling control"]), run.speculation.k_in_words, *task])
