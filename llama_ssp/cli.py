@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -201,7 +202,8 @@ def report(error: BaseException) -> int:
             line = f"rank {here.rank}: {line}"
         line, code, speaks = _first_cause(line, code)
     if sys.stderr is not None and (here.is_leader if speaks is None else speaks):
-        print(f"error: {one_line(line)}", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be gone
+            print(f"error: {one_line(line)}", file=sys.stderr)
     if isinstance(error, JointError):  # taking a process group down may wait for lost ranks without end
         _forget_unwritable_output()
         leave(code)

@@ -18,7 +18,8 @@ from llama_ssp.errors import DataError
 from llama_ssp.pair.conversation import Conversation
 from llama_ssp.text import template_trial
 from llama_ssp.text.compatibility import pair
-from llama_ssp.text.tokenizer import HubTokens, Message, read_tokens
+from llama_ssp.text.messages import Message
+from llama_ssp.text.tokenizer import HubTokens, read_tokens
 from tests import checkpoints
 from tests.conftest import Command
 

@@ -89,7 +89,7 @@ def test_the_context_s_end_is_said(command: Command, caplog: pytest.LogCaptureFi
     answer = command(*SMALL, "task.context=40", stdin=f"hello, you\n{'x' * 60}\n/reset\nhi\n".encode())
     found = answer.document
     assert "the conversation is full: the message was not sent" in caplog.text
-    assert "fewer than 40; begin a new one (in chat: /reset)" in caplog.text
+    assert "fewer than 40; take back what was said last" in caplog.text
     assert [one["finish_reason"] for one in found["replies"]] == ["length", "length"]
     assert [one["content"] for one in found["messages"][::2]] == ["hi"]
     cut = command(*SMALL, "task.context=30", stdin=b"hello, you")

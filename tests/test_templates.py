@@ -14,7 +14,8 @@ from llama_ssp import load_pair
 from llama_ssp.config.arguments import each_key_once, in_full
 from llama_ssp.config.tasks import NOT_OF_TEMPLATES
 from llama_ssp.errors import DataError, UsageError
-from llama_ssp.text.tokenizer import HubTokens, Message, read_tokens, variables_of
+from llama_ssp.text.messages import Message
+from llama_ssp.text.tokenizer import HubTokens, read_tokens, variables_of
 from tests import templates
 from tests.conftest import Command
 from tests.templates import DROPS_SYSTEM, GEMMA2, GEMMA3, GPT_OSS, LLAMA3, MISTRAL, QWEN3, R1, expected

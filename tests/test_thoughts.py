@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from llama_ssp import load_pair
 from llama_ssp.errors import DataError
+from llama_ssp.pair.conversation import Conversation
 from llama_ssp.text.detokenizer import TextSoFar
 from llama_ssp.text.thoughts import FAMILIES, USUAL, TextPart, Thoughts, ThoughtStream, thoughts_of
 from llama_ssp.text.tokenizer import HubTokens, read_tokens
-from tests import templates
+from tests import checkpoints, templates
 from tests.conftest import Command
 from tests.templates import GPT_OSS, LLAMA3, MISTRAL, QWEN3, R1, expected
 from tests.test_terminal import Terminal
@@ -138,8 +140,14 @@ def test_a_prompt_may_begin_a_thought(tmp_path: Path):
             f"{ANALYSIS}Hm{NEXT}{ANALYSIS}So{NEXT}{FINAL}Yes",
             {"content": "Yes", "thinking": "Hm\n\nSo"},
         ),
-        (GPT_OSS, f"{ANALYSIS}Hm", {"content": "", "thinking": "Hm"}),
+        (GPT_OSS, f"{ANALYSIS}Hm", {"content": ""}),
+        (GPT_OSS, f"{ANALYSIS}Hm{NEXT}{ANALYSIS}So", {"content": ""}),
+        (GPT_OSS, f"{ANALYSIS}Hm{NEXT}<|channel|>commentary", {"content": ""}),
         (GPT_OSS, "Yes", {"content": "Yes"}),
+        (GPT_OSS.replace("thinking", "x"), f"{ANALYSIS}Hm{NEXT}{FINAL}Yes", {"content": "Yes"}),
+        (QWEN3, "<think>\nHm", {"content": ""}),
+        (QWEN3, "<think>Hm</think>Yes, <think>or", {"content": "<think>Hm</think>Yes,"}),
+        (KIMI, "<think>Hm", {"content": ""}),
         (KIMI, "<think>Hm</think>Yes", {"content": "Yes", "reasoning_content": "Hm"}),
         (KIMI, "Hm</think>Yes", {"content": "Yes", "reasoning_content": "Hm"}),
         (LLAMA3, "<think>Hm</think>Yes", {"content": "<think>Hm</think>Yes"}),
@@ -150,6 +158,55 @@ def test_a_reply_is_a_message_as_the_template_takes_it(template: str, text: str,
     assert made.pop("role") == "assistant"
     made = {key: value.replace("\n\n\n", "\n\n") for key, value in made.items()}
     assert made == message
+
+
+def test_a_thought_that_the_prompt_begins_may_be_cut():
+    """With the control of a text that its prompt has not begun so."""
+    known = thoughts_of(R1)
+    for begins, content in ((True, ""), (False, "Hm, 12")):
+        assert known.message("Hm, 12", begins) == {"role": "assistant", "content": content}
+    assert known.message("Hm</think>Yes", begins=True)["content"] == "Hm</think>Yes"
+    assert thoughts_of(GPT_OSS).message("Yes", begins=True)["content"] == "Yes"  # its prompts always do
+
+
+@pytest.mark.parametrize("template", [QWEN3, R1, GPT_OSS])
+@pytest.mark.parametrize("asked", ["What does {} do?", "{}", "x {} {}"])
+def test_a_message_that_names_a_special_token_is_text_for_good(asked: str, template: str, tmp_path: Path):
+    """Later messages are not refused, even where the marks of thoughts are special tokens, too."""
+    made = checkpoints.tokenizer()
+    made.add_special_tokens([*templates.SPECIAL, *templates.THINK])
+    checkpoints.write_tokenizer(tmp_path, made, chat_template=template)
+    known = read_tokens(tmp_path, templates.SIZE)
+    assert isinstance(known, HubTokens)
+    text = {
+        QWEN3: "<think>\nHm\n</think>\n\nIt ends, as {} does",
+        R1: "Hm</think>It ends, as {} does",
+        GPT_OSS: f"{ANALYSIS}Hm{NEXT}{FINAL}It ends, as {{}} does",
+    }[template]
+    for name in ("<|im_end|>", "<|User|>", "<|end|>"):
+        asks = {"role": "user", "content": asked.format(name, name)}
+        said = known.thoughts.message(text.format(name))
+        later = {"role": "user", "content": "And?"}
+        ids = known.chat([asks, said, later])
+        (number,) = (made.token_to_id(name),)
+        other = asked.format("a word", "a word"), text.format("a word")
+        plain = [{"role": "user", "content": other[0]}, known.thoughts.message(other[1]), later]
+        assert ids.count(number) == known.chat(plain).count(number), name
+        assert "Hm" not in known.decode(ids)
+
+
+def test_a_conversation_keeps_no_open_thought(tmp_path: Path):
+    """Of a reply that was cut within it; the next prompt is that of an empty reply."""
+    folder = templates.scripted(tmp_path, QWEN3, "<think>Hm, 12</think>Yes!")
+    with load_pair(folder, None, max_tokens=300) as pair:
+        talk = Conversation(pair.session, 1, 300, 5)
+        "".join(talk.reply("x"))
+        assert "<think>" in talk.replies[0].text and "</think>" not in talk.replies[0].text
+        assert talk.history[-1] == {"role": "assistant", "content": ""}
+        talk.new_tokens = 0
+        "".join(talk.reply("x"))
+        assert talk.history[-1]["content"] == "<think>Hm, 12</think>Yes!"
+        assert talk.replies[-1].finish_reason == "eos"
 
 
 @pytest.mark.parametrize("template", [QWEN3, R1, GPT_OSS])

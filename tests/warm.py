@@ -12,8 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -148,6 +149,12 @@ class Started:
         return answers(self.processes, self._said, patience_s)
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+
+
 def _run(
     words: list[str], folder: Path, streams: list[str], env: dict[str, str], first: Callable[[], Any] | None
 ) -> None:
@@ -161,6 +168,7 @@ def _run(
     sys.stdin, sys.stdout = os.fdopen(0, "r", closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     os.chdir(folder)
+    util._flush_std_streams = _flush  # as Python itself ends where a terminal has gone
     multiprocessing.current_process()._config["daemon"] = False  # it may have children
     sys.argv = words[1:] if words[0] == "-m" else words
     if first:

@@ -77,6 +77,7 @@ class TaskConf:
     chooses_k = False  # whether K is adaptive where the user does not say it
     may_not_draft = False  # whether the plan may choose K = 0
     usual_tokens = 0  # that the task writes in all, at least, where nothing says how many
+    usual_new_tokens = 0  # of a text, for plans, where `max_new_tokens` is 0
     distinct = cast("tuple[str, ...]", ())  # keys of lists that may not hold an entry twice
     filled = cast("tuple[str, ...]", ())  # keys of lists that may not be empty
     compares = False  # whether it is about drafts, and is refused where nothing drafts
@@ -247,14 +248,22 @@ class ChatConf(TaskConf):
 
     measures_costs = may_not_draft = has_conversations = True
     usual_tokens = 4_000
+    usual_new_tokens = 512
 
     system: str | None = key(None, "The system message.")
+    resume: str | None = not_empty(
+        "Go on with a conversation: its run folder, a file of it, or last, the newest below `out`.", None
+    )
     enable_thinking: bool | None = key(None, ENABLE_THINKING)
     template: dict[str, Any] = key(dict, TEMPLATE)
     show_thinking: bool = key(True, SHOW_THINKING)
     stop: list[str] = not_empty("Texts, or names of special tokens, that end a reply.", list)
-    context: int = number(4096, 16, MAX_INT, "Tokens of the conversation, at most; or the model's own.")
-    max_new_tokens: int = number(512, 1, MAX_INT, "The most tokens of a reply.")
+    context: int | None = number(
+        None, 16, MAX_INT, "Tokens of the conversation, at most; null is the model's own, as far as it fits."
+    )
+    max_new_tokens: int = number(
+        0, 0, MAX_INT, "The most tokens of a reply; 0 is the room that is left in the context."
+    )
     prefill_chunk: int | None = number(None, 1, 2**20, PREFILL_CHUNK)
 
 

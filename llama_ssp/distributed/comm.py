@@ -134,6 +134,16 @@ class Ranks(LeaderChannel):
     def note(self, doing: str) -> None:
         """Tells the others, within a second, how far this rank is in its phase: that it gets on."""
 
+    def await_leader(self) -> None:
+        """Waits until the leader calls it, too, however long that takes. A rank that is lost ends it."""
+
+    def patient(self) -> AbstractContextManager[None]:
+        """Returns a context in which a person may stop all ranks, or their output, without a limit.
+
+        Only a rank that dies, or freezes without the others, ends the run. All ranks enter it.
+        """
+        return nullcontext()
+
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Opens a context in which ranks wait for each other's tensors as long as loading may take.

@@ -58,8 +58,10 @@ LOADING_S = 1800.0  # while ranks load: how long none of them may stand still, b
 TELL_S = 45.0  # of waiting, after which the leader says for whom it waits
 WAITING = "waiting for others"  # in place of what a rank does
 MAX_NAMED = 3  # ranks that a line names
+PAUSED = "stopped by Ctrl-Z"  # in place of what a rank does
 LOOPBACK = "lo"
 EXCUSED = "excused"
+TURN = "turn"  # how often the leader has said that it goes on
 # Until when a rank may do something; what is said, and called before, when that is over.
 Deadline = tuple[float, str, Callable[[], None]]
 NEVER: Deadline = (math.inf, "", lambda: None)
@@ -136,6 +138,8 @@ class Watch(threading.Thread):
         self._thread_board = board.another()
         # Of the beats, and this process.
         self._numbers = itertools.count(1)
+        self._beating = threading.Lock()
+        self._is_paused = False  # by a person, who lets it go on
         self._process = own_identity()
         self._beats: dict[int, Beat] = {}  # the last of each rank
         self._processes: dict[int, Identity] = {}  # by each rank's first beat: none becomes another
@@ -145,11 +149,13 @@ class Watch(threading.Thread):
         self._deadline = NEVER  # of what the main thread does
         self._waits_since: float | None = None  # when the main thread began to wait for others that load
         self._told_of: float | None = None  # the last such wait of which the leader has said for whom
+        self._turns = 0
         self._found = threading.Event()
         self._stopped = threading.Event()
         self._broken = threading.Event()  # a connection broke: a rank is gone
         self._wake = threading.Event()
         GUARD.on_signal.append(self._wake.set)  # the others learn of a signal at once
+        GUARD.on_pause.append(self._announce)
 
     # The main thread.
 
@@ -160,6 +166,23 @@ class Watch(threading.Thread):
         if not in_rounds:
             with suppress(BoardLost):  # the thread finds that, too
                 self.beat(self._board)
+
+    def await_turn(self, leads: bool) -> None:
+        """Waits until the leader calls it as often. It looks at the board: no connection stands idle.
+
+        Raises LostPeer when a rank is gone.
+        """
+        self._turns += 1
+        what = "waiting for a message"
+        try:
+            if leads:
+                self._board.write(TURN, str(self._turns))
+                return
+            while not _is_at(self._board.read([TURN])[0], self._turns):
+                if self._found.wait(LOOK_S):
+                    raise self._lost_peer(RuntimeError("a rank is gone"), what)
+        except BoardLost as lost:
+            raise self._lost_peer(lost, what) from lost
 
     def absent(self) -> list[int]:
         """Returns the ranks that have not come yet."""
@@ -334,8 +357,16 @@ class Watch(threading.Thread):
 
     def beat(self, board: Board | None = None) -> None:
         """Writes what the others read: a new number, what this rank does, and its process."""
-        text = beat_text(next(self._numbers), str(self.place), self._process)
-        (board or self._thread_board).write(self.keys[self.rank], text)
+        with self._beating:
+            place = PAUSED if self._is_paused else str(self.place)
+            text = beat_text(next(self._numbers), place, self._process)
+            (board or self._thread_board).write(self.keys[self.rank], text)
+
+    def _announce(self, pauses: bool) -> None:
+        """Tells the others that this process is about to be stopped, or that it goes on."""
+        self._is_paused = pauses
+        with suppress(BoardLost):  # the thread finds that
+            self.beat()
 
     def _place_of(self, rank: int) -> str:
         """Returns where a rank was at its last beat."""
@@ -380,6 +411,7 @@ class Watch(threading.Thread):
             return None
         limit_s = QUIET_S if self._broken.is_set() else self.patience_s
         late = {rank for rank in others - dead if now - self._heard[rank] > limit_s}
+        late = {rank for rank in late if self._place_of(rank) != PAUSED}
         gone = dead if self._broken.is_set() or not self.closing else set()
         if not gone | late:
             return None
@@ -421,6 +453,11 @@ class Watch(threading.Thread):
                 named,
             )
         return ""
+
+
+def _is_at(content: bytes, number: int) -> bool:
+    """Returns whether what stands on the board is this number or a later one."""
+    return content.isdigit() and len(content) < 20 and int(content) >= number
 
 
 def _is_broken_collective(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ only for one that cannot, and ends the others where they would wait for it.
     standard input, standard output   of rank 0
     standard error                    of all
     Ctrl-C                            goes to rank 0, which tells the others, or (chat) ends an answer
-    SIGTERM                           the same
+    SIGTERM, SIGHUP                   the same
     this process is killed            the kernel kills the ranks
 """
 
@@ -29,7 +29,14 @@ from typing import TYPE_CHECKING, Any
 from llama_ssp.distributed.board import ATTEMPT, FOLDER, NOBODY, BoardLost, Cause, FolderBoard
 from llama_ssp.distributed.cores import cores_here
 from llama_ssp.distributed.placement import LEADER
-from llama_ssp.distributed.signals import BY_TORCHRUN, CODE_FILE, STOPPING, end_with_parent
+from llama_ssp.distributed.signals import (
+    BY_TORCHRUN,
+    CODE_FILE,
+    STOPPING,
+    end_with_parent,
+    heeded,
+    kept_terminal,
+)
 from llama_ssp.errors import DISTRIBUTED, OK, DistributedError, StorageError
 
 if TYPE_CHECKING:
@@ -46,7 +53,6 @@ OLD_S = 60.0  # after which a folder that nobody holds was left by a command tha
 LOOK_S = 0.5  # between looks, if no signal comes
 PART_S = 30.0  # for the others to end, once the leader has
 FROM_KERNEL = 128  # si_code of a signal that a terminal sent to its whole foreground group
-HEARD = {*STOPPING, signal.SIGTSTP, signal.SIGCHLD}
 CLEAR = "\r\033[2K\033[?25h"  # takes a bar off a terminal's line, and shows the cursor
 
 
@@ -82,7 +88,8 @@ def run_ranks(world: int, environment: Mapping[str, str]) -> int:
             found=sys.platform,
             fix=f"start with torchrun --nproc-per-node {world} -m llama_ssp",
         )
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _heard())
+    restore = kept_terminal()  # a rank that is killed leaves it as it was while a line was typed
     ranks: RankProcesses | None = None
     try:
         with meeting_folder() as folder:
@@ -92,6 +99,7 @@ def run_ranks(world: int, environment: Mapping[str, str]) -> int:
             finally:
                 if ranks is not None:
                     ranks.kill()
+                restore()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -196,7 +204,7 @@ class RankProcesses:
                 self._until = min(self._until, time.monotonic() + PART_S)
             if time.monotonic() > self._until:
                 self.kill()
-            if info := signal.sigtimedwait(HEARD, LOOK_S):
+            if info := signal.sigtimedwait(_heard(), LOOK_S):
                 self._pass_on(info)
         self._end_who_waits_in_vain()  # all may have been killed: one line says so
 
@@ -279,6 +287,11 @@ class RankProcesses:
         return FolderBoard(self._folder / str(max(numbers)))
 
 
+def _heard() -> set[signal.Signals]:
+    """Returns the signals that the command waits for. One that is blocked comes even where it is ignored."""
+    return {*heeded(), signal.SIGTSTP, signal.SIGCHLD}
+
+
 def _begin(mask: set[Any]) -> None:
     """In the new process: it ends with this one, and its guard will hear what wants to stop it."""
     end_with_parent(signal.SIGKILL)
@@ -288,4 +301,5 @@ def _begin(mask: set[Any]) -> None:
 def _say(line: str) -> None:
     """Prints why the ranks end, where one of them that was killed may have left a bar."""
     bar = CLEAR if sys.stderr is not None and sys.stderr.isatty() else ""
-    print(f"{bar}error: {line}", file=sys.stderr)
+    with suppress(OSError):  # the terminal may be gone
+        print(f"{bar}error: {line}", file=sys.stderr)

@@ -256,9 +256,27 @@ class Group(Ranks):
     def note(self, doing: str) -> None:
         self._watch.place = replace(self._watch.place, doing=shortened(doing, MAX_DOING))
 
+    def await_leader(self) -> None:
+        self._watch.await_turn(self.is_leader)
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        groups = self._joined()
+        for group in groups:
+            _set_pg_timeout(UNLIMITED, group._messages)
+            _set_pg_timeout(UNLIMITED, group._tensors)
+        yield
+        for group in groups:
+            _set_pg_timeout(timedelta(seconds=group.patience_s), group._messages)
+            _set_pg_timeout(group._tensor_patience, group._tensors)
+
+    def _joined(self) -> list[Group]:
+        """Returns this group and those in it that this rank is a member of."""
+        return [self, *(group for group in self._inner.values() if group.rank >= 0)]
+
     @contextmanager
     def loading(self) -> Iterator[None]:
-        groups = [self, *(group for group in self._inner.values() if group.rank >= 0)]
+        groups = self._joined()
         for group in groups:
             group._loads = True
             _set_pg_timeout(timedelta(seconds=self._watch.loading_s), group._tensors)

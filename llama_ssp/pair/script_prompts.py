@@ -6,10 +6,10 @@ from typing import Any
 
 from llama_ssp.config import RunConf
 from llama_ssp.config.validation import listed
-from llama_ssp.errors import DataError, UsageError, shortened
+from llama_ssp.errors import DataError, UsageError
 from llama_ssp.pair.token_prompts import prompt_of, usable
 from llama_ssp.speculative.state import Prompt
-from llama_ssp.text.messages import ROLES, Message, message_of
+from llama_ssp.text.messages import messages_of
 from llama_ssp.text.prompts import TextPrompt, require_usable
 from llama_ssp.text.tokenizer import Tokens
 
@@ -51,23 +51,6 @@ def is_conversation(given: GivenPrompt) -> bool:
     if isinstance(given, str) or not isinstance(given, Sequence):
         return False
     return bool(given) and all(isinstance(item, Mapping) for item in given)
-
-
-def messages_of(given: Iterable[Any], where: str) -> list[Message]:
-    """Returns the messages as chat templates know them. Raises DataError for one that is none."""
-    result = []
-    for number, item in enumerate(given):
-        message = message_of(item)
-        if message is None:
-            raise DataError(
-                "a message cannot be used",
-                where=f"{where}, message {number}",
-                found=shortened(repr(item), 200),
-                allowed='{"role": ..., "content": ...} with roles ' + ", ".join(ROLES),
-                fix="correct it",
-            )
-        result.append(message)
-    return result
 
 
 def read(number: int, given: GivenPrompt, tokens: Tokens, run: RunConf, shorter: bool = True) -> Prompt:

@@ -34,6 +34,7 @@ from llama_ssp.pair.token_prompts import prompt_of
 from llama_ssp.placing.engine import compiled_before
 from llama_ssp.placing.pairs import PairSpec
 from llama_ssp.placing.prediction import Prediction, RunMeasurement, fitting
+from llama_ssp.planner.advice import largest
 from llama_ssp.planner.workload import GIB, MIB
 from llama_ssp.report.run_folder import sources
 from llama_ssp.speculative.draft_length import Costs, lookahead_for
@@ -46,6 +47,8 @@ from llama_ssp.text.prompts import CORRECT_PROMPTS, TextPrompt
 
 log = logging.getLogger(__name__)
 Ends = frozenset[int]  # ids of tokens that end a text
+LEAST_CONTEXT = 2048  # of a conversation that takes what fits
+MEASURED_CONTEXT = 8192  # tokens of the texts, at most, on which costs are measured
 # What torch says of memory that it could not get.
 ASKED = re.compile(r"allocate ([\d.]+) (GiB|MiB)")
 UNITS = {"GiB": GIB, "MiB": MIB}
@@ -129,6 +132,19 @@ class PairSession:
         self.placements, self._prediction = require_loadable(
             self.spec, self.placements, self.ranks, rows, self._slots, caches
         )
+
+    def longest_that_fits(self) -> int:
+        """Returns how many tokens a text may have, by the plan; at most the model's context.
+
+        Where nothing is planned, it is LEAST_CONTEXT at most. All ranks call it. Raises DistributedError
+        where not even so many tokens fit.
+        """
+        context = self.run.model.context
+        fits = min(LEAST_CONTEXT, context)
+        self.check(1, fits)
+        if self._prediction is not None:
+            fits = max(fits, largest(self._prediction.request, self._prediction.option).context_tokens)
+        return min(tokens for [tokens] in self.ranks.gather_ints([fits]))
 
     def rows_for(self, texts: int, max_tokens: int) -> int:
         """Returns the rows of a batch for so many texts: the task's, or the plan's. All ranks call it."""
@@ -224,7 +240,8 @@ class PairSession:
         run = self.run
         draft = self.models.draft_context
         if self._measures:
-            slots = min(self._slots, draft) if run.has_draft_model else self._slots
+            slots = min(self._slots, MEASURED_CONTEXT)
+            slots = min(slots, draft) if run.has_draft_model else slots
             engine = self.engine(0, end_ids=frozenset())
             self.costs = measured(engine, run, self.rows, slots, self.ranks, prompts)
 

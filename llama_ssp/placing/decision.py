@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 from llama_ssp.config import (
     USUAL_CHUNK,
     USUAL_K,
-    DraftSeat,
     Drafting,
+    DraftSeat,
     Dtype,
     GenerateConf,
     PlacementConf,

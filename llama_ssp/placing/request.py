@@ -138,7 +138,7 @@ def request_of(run: RunConf, known: Known = USUAL) -> PlanRequest:
     machine = machine_of_run(run, known)
 
     most_tokens = run.model.context if known.slots is None else known.slots
-    new_tokens = min(task.max_new_tokens, most_tokens - 1)
+    new_tokens = min(task.max_new_tokens or task.usual_new_tokens, most_tokens - 1)
     if known.slots is None:
         prompt_tokens = task.prompt_tokens or min(USUAL_TOKENS, most_tokens - new_tokens)
     else:

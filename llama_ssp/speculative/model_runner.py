@@ -19,6 +19,8 @@ from llama_ssp.models.passes import Pass, RowSpan, all_rows, sent
 
 # Called after each pass with the texts, what was fed of them, and what the model's taps gave of these tokens.
 Observer = Callable[[Tensor, list[RowSpan], Tensor], None]
+# Called before each chunk of a prompt, with how many tokens have been read and are to be read. It may raise.
+BeforeChunk = Callable[[int, int], None]
 UNLIMITED = 2**31  # drafts
 
 
@@ -41,6 +43,7 @@ class ModelRunner:
         self._given: list[int] = []  # the length of each text when it was first fed
         self._cache: Cache | None = None
         self.observer: Observer | None = None
+        self.before_chunk: BeforeChunk | None = None
 
     @property
     def cache(self) -> Any:
@@ -68,9 +71,14 @@ class ModelRunner:
 
     def _prefill(self, token_BS: Tensor, ends: list[int]) -> None:
         """Feeds what rows lack up to their ends, in chunks, so that a long prompt needs no more memory."""
-        while any(c < e for c, e in zip(self.cached, ends, strict=True)):
+        lacking = sum(span.tokens for span in self._lacking(ends))
+        total = lacking
+        while lacking:
+            if self.before_chunk is not None:
+                self.before_chunk(total - lacking, total)
             chunk_ends = [min(e, c + self.prefill_chunk) for e, c in zip(ends, self.cached, strict=True)]
             self._forward(token_BS, chunk_ends, last_only=True)
+            lacking = sum(span.tokens for span in self._lacking(ends))
 
     @torch.inference_mode()
     def refill(self, token_BS: Tensor, lengths: dict[int, int], kept: dict[int, int]) -> int:

@@ -1,7 +1,9 @@
 """Messages of a conversation, as OpenAI's clients write them and as chat templates know them. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from llama_ssp.errors import DataError, shortened
 from llama_ssp.text.thoughts import FIELDS
 
 Message = dict[str, str]  # its role and its content, and what was thought where the template reads that
@@ -35,3 +37,20 @@ def message_of(message: object) -> Message | None:
     if not (isinstance(content, str) and isinstance(role, str) and role in ROLES):
         return None
     return {"role": ROLES[role], "content": content, **thoughts}
+
+
+def messages_of(given: Iterable[Any], where: str) -> list[Message]:
+    """Returns the messages as chat templates know them. Raises DataError for one that is none."""
+    result = []
+    for number, item in enumerate(given):
+        message = message_of(item)
+        if message is None:
+            raise DataError(
+                "a message cannot be used",
+                where=f"{where}, message {number}",
+                found=shortened(repr(item), 200),
+                allowed='{"role": ..., "content": ...} with roles ' + ", ".join(ROLES),
+                fix="correct it",
+            )
+        result.append(message)
+    return result

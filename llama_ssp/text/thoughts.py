@@ -47,20 +47,40 @@ class Thoughts:
         """Returns whether what follows this prompt begins within a thought."""
         return prompt.rstrip().endswith(self.begins or self.open)
 
-    def message(self, text: str) -> dict[str, str]:
+    def message(self, text: str, begins: bool = False) -> dict[str, str]:
         """Returns a reply as a message for the chat template, which decides what of its thoughts stays.
 
-        The thoughts are a field of their own where the template reads one and does not look for them in the
-        text.
+        `begins`: the prompt has opened a thought. The thoughts are a field of their own where the template
+        reads one and does not look for them in the text. A thought that was cut before its end is left out:
+        it would stand open in every later prompt.
         """
+        text = self._without_open_thought(text, begins)
         whole = {"role": "assistant", "content": text}
-        if not self.field or not (self.open in text or self.close in text):
+        is_apart = bool(self.field or self.between)  # the text of channels is none that a template takes
+        if not is_apart or self.close not in text:
             return whole
-        ended = text if self.close in text else text + self.close  # the reply may end before its answer
-        thought, _, answer = ended.rpartition(self.close)
-        for mark in (self.open, self.close, *self.between):
-            thought = thought.replace(mark, "\n")
-        return whole | {"content": answer.strip(), self.field: thought.strip()}
+        thought, _, answer = text.rpartition(self.close)
+        whole["content"] = answer.strip()
+        if self.field:
+            for mark in (self.open, self.close, *self.between):
+                thought = thought.replace(mark, "\n")
+            whole[self.field] = thought.strip()
+        return whole
+
+    def _without_open_thought(self, text: str, begins: bool) -> str:
+        # A channel of another name may have been cut in the midst of its mark, too.
+        channel = f"{self.close.partition('>')[0]}>" if self.between else self.open
+        last_open = text.rfind(channel)
+        last_close = text.rfind(self.close)
+        if last_close >= last_open and last_close >= 0:
+            return text
+        if last_open < 0:
+            return "" if begins and not self.between else text
+        before = text[:last_open]
+        for mark in self.between:
+            before = before.removesuffix(mark)
+        # What stands before it may be a thought of the same kind, which ended without an answer.
+        return self._without_open_thought(before, begins).rstrip() if self.between else before.rstrip()
 
 
 USUAL = Thoughts(open="<think>", close="</think>")
@@ -102,6 +122,7 @@ class ThoughtStream:
 
     def __init__(self, thoughts: Thoughts, begins: bool) -> None:
         self._thoughts = thoughts
+        self.begins = begins
         self._is_thought = begins
         self._is_after = False  # a thought: the blanks there are still its own
         self._held = ""  # the end of the text so far, which may be the beginning of a mark

@@ -270,11 +270,13 @@ class HubTokens(Tokens):
     def _marked(self, message: Message) -> Message:
         """Returns the message with marks around the names of special tokens in it.
 
-        Those that mark a thought are tokens in what the model has said itself.
+        Those that mark a thought are tokens in what the model has said itself, except where its channels are
+        taken apart: there they are in the template.
         """
+        may_think = message["role"] == "assistant" and not self.thoughts.between
 
         def mark(match: re.Match[str]) -> str:
-            is_thought = message["role"] == "assistant" and self.thoughts.has(match[0])
+            is_thought = may_think and self.thoughts.has(match[0])
             return match[0] if is_thought else f"{BEGIN_MARK}{match[0]}{END_MARK}"
 
         texts = {key: self._names.sub(mark, text) for key, text in message.items() if key != "role"}

@@ -40,6 +40,7 @@ def board(tmp_path: Path) -> FolderBoard:
 @pytest.fixture
 def watch(board: FolderBoard, monkeypatch: pytest.MonkeyPatch) -> Watch:
     monkeypatch.setattr(GUARD, "on_signal", [])
+    monkeypatch.setattr(GUARD, "on_pause", [])
     return Watch(board, 0, 2, PATIENCE_S)
 
 
@@ -126,6 +127,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(failures, "leave_within", lambda *_: None)
     monkeypatch.setattr(os, "kill", lambda *_: None)
     monkeypatch.setattr(GUARD, "on_signal", [])
+    monkeypatch.setattr(GUARD, "on_pause", [])
     monkeypatch.setattr(GUARD, "ending", False)
     return clock
 
@@ -260,3 +262,48 @@ def test_a_rank_that_is_lost_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> N
 
     with pytest.raises(DistributedError, match="another rank has gone"):
         while_others_wait(leader, typing)
+
+
+def test_a_stop_that_is_announced_is_no_loss(board: FolderBoard, clock: Clock) -> None:
+    """However long it takes; the same silence without a word, or after it went on, is one."""
+    watch, other = Watch(board, 0, 2, 60.0), Watch(board, 1, 2, 60.0)
+    other.beat()
+    assert watch._look() is None
+    other._announce(True)
+    other.beat()  # of its thread, just before it is stopped
+    assert watch._look() is None
+    clock.now += 10_000
+    assert watch._look() is None
+    other._announce(False)
+    assert watch._look() is None
+    clock.now += 61
+    cause = watch._look()
+    assert cause is not None and "rank 1 has not answered" in cause.line
+
+
+def test_a_turn_is_waited_for(board: FolderBoard) -> None:
+    """Each by its number, and not the tenth by the ninth; a rank that is lost ends the wait."""
+    leader, other = Watch(board, 0, 2, 60.0), Watch(board, 1, 2, 60.0)
+    came = list[int]()
+
+    def follow() -> None:
+        for number in range(12):
+            other.await_turn(leads=False)
+            came.append(number)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    for number in range(11):
+        assert len(came) <= number
+        leader.await_turn(leads=True)
+        until = time.monotonic() + 10
+        while len(came) <= number and time.monotonic() < until:
+            time.sleep(0.005)
+    time.sleep(0.2)
+    assert came == list(range(11)) and thread.is_alive()
+    leader.await_turn(leads=True)
+    thread.join(10)
+    assert len(came) == 12
+    other._found.set()
+    with pytest.raises(LostPeer):
+        other.await_turn(leads=False)

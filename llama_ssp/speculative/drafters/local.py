@@ -119,6 +119,11 @@ class Drafter:
         return None
 
     @property
+    def runner(self) -> ModelRunner | None:
+        """Returns what reads prompts for the draft; None where nothing here does."""
+        return None
+
+    @property
     def name(self) -> str:
         """Returns what drafts, for messages."""
         return "the draft"
@@ -168,6 +173,10 @@ class DraftModel(Drafter):
     @property
     def device(self) -> torch.device:
         return self._runner.model.device
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._runner
 
     @property
     def name(self) -> str:
