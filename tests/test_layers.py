@@ -21,7 +21,8 @@ PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
 WITHOUT_TORCH = {
     "__main__", "llama_ssp", "cli", "errors", "config", "placing", "planner", "report", "batch", "text",
     "distributed.board", "distributed.bounded", "distributed.control_groups", "distributed.cores",
-    "distributed.gpus", "distributed.launcher", "distributed.nodes", "distributed.placement",
+    "distributed.gpus", "distributed.interfaces", "distributed.launcher", "distributed.nodes",
+    "distributed.placement",
     "distributed.signals",
     "models.adapter", "models.checkpoint", "models.folder", "models.families", "models.graph_sizes",
     "models.host_cores",

@@ -8,7 +8,6 @@ has them into the memory where the other wants them; nothing is joined, cut or c
 """
 
 import contextlib
-import fcntl
 import math
 import os
 import secrets
@@ -17,23 +16,21 @@ import socket
 import struct
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from llama_ssp.distributed.interfaces import (
+    INTERFACE,
+    LOOPBACK,
+    address_of,
+    address_towards,
+    chosen_interface,
+)
 from llama_ssp.errors import DistributedError, LostPeer
 
 SIZE = struct.Struct("<Q")  # comes before each frame: how many bytes it has
 MOST = 1024  # bytes of the first frame, from an end that may be anybody
-LOOPBACK = "127.0.0.1"
-INTERFACE = "GLOO_SOCKET_IFNAME"  # chooses the network of gloo, and of these connections
-# Linux's request for the IPv4 address of an interface, and its sizes; and where the IPv6 ones are.
-SIOCGIFADDR = 0x8915
-IF_REQUEST = 40
-IF_NAME = 16
-IPV6_TABLE = Path("/proc/net/if_inet6")
-LINK_LOCAL = "20"  # the scope of addresses that hold on one link alone
 PROBES = 3  # of keepalive, without an answer, until a connection is lost
 
 
@@ -165,36 +162,11 @@ def own_address() -> str:
     Else it is that on the route to the rendezvous: the leader is there, and can connect to it. Raises
     DistributedError for an interface that is not there, or has no address.
     """
-    if interface := chosen_interface():
-        return address_of(interface)
-    try:
-        route = socket.getaddrinfo(os.environ.get("MASTER_ADDR", LOOPBACK), 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(route[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(route[4])  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return LOOPBACK
-
-
-def chosen_interface() -> str:
-    """Returns the first network interface that INTERFACE names; empty if it names none."""
-    return os.environ.get(INTERFACE, "").split(",")[0].strip()
-
-
-def address_of(interface: str) -> str:
-    """Returns the address of a network interface, an IPv4 one if there is one. Raises DistributedError."""
-    name = struct.pack(f"{IF_REQUEST}s", interface.encode()[: IF_NAME - 1])
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # | name, IF_NAME bytes | family, 2 | port, 2 | address, 4 |
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, name)
-        return socket.inet_ntoa(answer[IF_NAME + 4 : IF_NAME + 8])
-
-    # A line for each address: its digits, the interface's number, the prefix, the scope, flags, and the name.
-    with contextlib.suppress(OSError):
-        for line in IPV6_TABLE.read_text("ascii").splitlines():
-            digits, _, _, scope, _, of_interface = line.split()
-            if of_interface == interface and scope != LINK_LOCAL:
-                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    interface = chosen_interface()
+    if not interface:
+        return address_towards(os.environ.get("MASTER_ADDR", LOOPBACK)) or LOOPBACK
+    if address := address_of(interface):
+        return address
     raise DistributedError(
         "a network interface has no address",
         where=INTERFACE,

@@ -7,30 +7,31 @@ port. Where a firewall drops what comes there, or the name is a loopback address
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import json
 import logging
 import os
 import socket
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from llama_ssp.config.environment import MAX_WORLD, number_of, rank_environment
 from llama_ssp.distributed.board import LOOK_S, MAX_WORD, Board, BoardLost
 from llama_ssp.distributed.identity import own_identity
+from llama_ssp.distributed.interfaces import (
+    INTERFACE,
+    LOOPBACK,
+    address_of,
+    address_towards,
+    chosen_interface,
+    default_interface,
+    interface_of,
+)
 from llama_ssp.errors import DistributedError, LostPeer, one_line
 
 log = logging.getLogger(__name__)
-INTERFACE = "GLOO_SOCKET_IFNAME"
-ROUTES = Path("/proc/net/route")
-DEFAULT_ROUTE = "00000000"  # its destination there
-SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
-LOOPBACK = "127.0.0.1"
 TRY_S = 10.0  # for a connection to another node
 KEY = "node/{}"  # by rank
 NOT_FIRST = "-"  # in place of an address: another rank of this node has it
@@ -68,7 +69,12 @@ def choose_interface() -> None:
     """
     if os.environ.get(INTERFACE) or not is_loopback(own_address()):
         return
-    if interface := interface_towards(os.environ.get("MASTER_ADDR", LOOPBACK)) or default_interface():
+    towards = address_towards(os.environ.get("MASTER_ADDR", LOOPBACK))
+    if not towards or is_loopback(towards):
+        interface = default_interface()
+    else:
+        interface = interface_of(towards) or default_interface()
+    if interface:
         os.environ[INTERFACE] = interface
         said = "%s=%s: %s, the name of this machine, is a loopback address"
         log.info(said, INTERFACE, interface, socket.gethostname())
@@ -76,7 +82,7 @@ def choose_interface() -> None:
 
 def own_address() -> str:
     """Returns the address at which gloo listens; a loopback address if it finds no other."""
-    if interface := os.environ.get(INTERFACE, "").partition(",")[0]:
+    if interface := chosen_interface():
         return address_of(interface) or LOOPBACK
     with suppress(OSError):
         for family, _, _, _, place in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
@@ -88,38 +94,6 @@ def own_address() -> str:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def address_of(interface: str) -> str:
-    """Returns the interface's IPv4 address; "" if it has none, or there is no such interface."""
-    request = struct.pack("256s", interface.encode()[:15])
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        answer = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, request)
-        return socket.inet_ntoa(answer[20:24])
-    return ""
-
-
-def interface_towards(host: str) -> str:
-    """Returns the interface of the route to a host; "" for a host of this machine, or an unknown one."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        address = probe.getsockname()[0]
-        if not is_loopback(address):
-            for _, name in socket.if_nameindex():
-                if address_of(name) == address:
-                    return name
-    return ""
-
-
-def default_interface() -> str:
-    """Returns the interface of the default route, of several the preferred one; "" without one."""
-    found = list[tuple[int, str]]()
-    with suppress(OSError):
-        for line in ROUTES.read_text(encoding="ascii").splitlines()[1:]:
-            name, destination, _gateway, _flags, _refs, _use, metric, *_ = line.split()
-            if destination == DEFAULT_ROUTE:
-                found.append((int(metric), name))
-    return min(found)[1] if found else ""
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from llama_ssp.distributed import failures, nodes
+from llama_ssp.distributed import failures, interfaces, nodes
 from llama_ssp.distributed.board import STEPS, BoardLost, FolderBoard, StoreBoard, answered_within, beat_text
 from llama_ssp.distributed.comm import Place
 from llama_ssp.distributed.draft_link import Link
@@ -383,10 +383,10 @@ def test_the_preferred_default_route_counts(tmp_path: Path, monkeypatch: pytest.
         "eth1 00000000 010200C0 0003 0 0 100 00000000 0 0 0",
         "eth0 000200C0 00000000 0001 0 0 0 00FFFFFF 0 0 0",
     ]
-    monkeypatch.setattr(nodes, "ROUTES", tmp_path / "route")
-    assert nodes.default_interface() == ""
+    monkeypatch.setattr(interfaces, "ROUTES", tmp_path / "route")
+    assert interfaces.default_interface() == ""
     (tmp_path / "route").write_text("\n".join([head, *rows, ""]))
-    assert nodes.default_interface() == "eth1"
+    assert interfaces.default_interface() == "eth1"
 
 
 def test_the_kernel_probes_the_connection_to_a_draft() -> None:
