@@ -452,7 +452,8 @@ def test_communicators_that_are_there_are_not_planned_again(
     conf = PlacementConf(draft=DraftSeat.own, draft_degree=2, target_device="cpu", draft_device="cpu")
     spec = entry_of(SHIPPED_FOLDER / "demo", SHIPPED_FOLDER / "demo_draft", conf, 4)
     asked: list[int] = []
-    rank = SimpleNamespace(rank=1, is_connected=held.__contains__)
+    ranks = {"world": 4, "gather_ints": lambda values: [values] * 4}
+    rank = SimpleNamespace(rank=1, is_connected=held.__contains__, **ranks)
     monkeypatch.setattr(pair_placements, "memory_of", lambda *_: 0)
     monkeypatch.setattr(pair_placements, "predict", lambda _run, _place, known: asked.append(known.connected))
     monkeypatch.setattr(pair_placements, "require_capacity", lambda *_: None)

@@ -35,6 +35,7 @@ from llama_ssp.text.tokenizer import Tokens, paired, read_tokens
 
 log = logging.getLogger(__name__)
 
+UNKNOWN = -1  # in place of bytes
 SLOWER = "a token takes several times as long: install one (apt install g++), or name it with CXX"
 
 
@@ -239,10 +240,11 @@ def capacities_of(run: RunConf, known: Known, ranks: Ranks) -> tuple[int, ...]:
     """
     if ranks.world == 1:
         return ()
-    own = 0
+    own = UNKNOWN
     with suppress(UsageError):
         own = machine_of_run(run, known).capacity
-    return tuple(capacity or own for (capacity,) in ranks.gather_ints([own]))
+    told = [capacity for (capacity,) in ranks.gather_ints([own])]
+    return tuple(own if capacity == UNKNOWN else capacity for capacity in told)
 
 
 def _shared(placements: Placements, device: torch.device) -> int:
