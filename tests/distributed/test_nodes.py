@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from llama_ssp.distributed.draft_link import Link
 from llama_ssp.distributed.failures import WAITING, Watch
 from llama_ssp.distributed.identity import Identity
 from llama_ssp.distributed.nodes import Address, choose_interface, reachable, read_address
-from llama_ssp.distributed.signals import GUARD
+from llama_ssp.distributed.signals import GUARD, UNWAITED
 from llama_ssp.errors import DistributedError
 from tests.distributed.faults import RUN
 from tests.distributed.nodes import CUT, FROZEN, KILLED, LEADERS, OTHER, Cell, network, outcome
@@ -67,12 +69,20 @@ def silent() -> Iterator[StoreBoard]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as keeper:
         assert keeper.stdout is not None
-        store = stores.TCPStore("127.0.0.1", int(keeper.stdout.readline()), wait_for_workers=False)
+        port = int(keeper.stdout.readline())
+        limit = timedelta(seconds=2)  # of a connection: torch tries again meanwhile
+        store = stores.TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
         board = StoreBoard(store, 0.5)
         board.write("rank/0", "here")
         keeper.send_signal(signal.SIGSTOP)
         yield board
         keeper.kill()
+    none_is_left()
+
+
+def none_is_left() -> None:
+    """Waits until no call of a store is under way: a command that ends in this process would leave it."""
+    wait_for(lambda: all(thread.name != UNWAITED for thread in threading.enumerate()))
 
 
 @pytest.mark.slow
@@ -132,12 +142,13 @@ def test_a_watch_whose_store_is_silent_ends_the_rank(tmp_path: Path, monkeypatch
     ended = []
     monkeypatch.setattr(GUARD, "on_signal", [])
     monkeypatch.setattr(failures, "leave_within", lambda _, code, line="": ended.append((code, line)))
+    answer = threading.Event()
     for local, said in (("0", True), ("1", False)):
         monkeypatch.setenv("LOCAL_RANK", local)
         store = FolderBoard(tmp_path / local)
         watch = Watch(store, 1, 2, 1.0)
         watch.place = Place("verify", 3)
-        silence = partial(answered_within, 0.1, partial(time.sleep, 3))
+        silence = partial(answered_within, 0.1, partial(answer.wait, 30))
         monkeypatch.setattr(store, "read", lambda _, silence=silence: silence())
         watch.start()
         watch.join(30)
@@ -146,6 +157,8 @@ def test_a_watch_whose_store_is_silent_ends_the_rank(tmp_path: Path, monkeypatch
         assert code == 5 and bool(line) == said
         if said:
             assert line.startswith("torchrun's store (") and line.endswith("; rank 1, verify, round 3")
+    answer.set()
+    none_is_left()
 
 
 # Loading.
