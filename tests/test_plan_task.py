@@ -167,7 +167,7 @@ def test_the_text_of_several_nodes(command: Command) -> None:
     """What the network costs is said; of one node nothing."""
     said = command(*PAIR, "cluster.gpus=2", "cluster.nodes=2").out
     assert "on p4d: 4 x A100-40" in said and "on 2 nodes" in said
-    assert "between nodes: 50 us a sum and 12 GB/s" in said
+    assert "between nodes: 50 us more for each all-reduce, 12 GB/s" in said
     assert "each pass of the target crosses the network 162 times" in said
     assert "between nodes" not in command(*PAIR, "cluster.gpus=4").out
 

@@ -1,16 +1,17 @@
 """What a placement sends over the network between nodes, and what a plan says of it. No torch."""
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llama_ssp.distributed.placement import LEADER, Placement
 from llama_ssp.planner.advice import overrides
 from llama_ssp.planner.fit import FitVerdict
-from llama_ssp.planner.search import NOTABLE, Option, PlanRequest, cost_of, sent_bytes
+from llama_ssp.planner.search import NOTABLE, Option, PlanRequest, cost_of, option, sent_bytes
 from llama_ssp.planner.workload import DRAFT, TARGET, Role
 
 IN_WORDS = {TARGET: "target", DRAFT: "draft"}
-ANOTHER_GROUP = "each node may hold a group of its own instead, which adds as many tokens to a batch job"
+ANOTHER_GROUP = "a further node adds as many tokens to a batch job, by a second group with copies of both models"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +76,13 @@ def said_of_nodes(
     if request.machine.nodes == 1:
         return
     times = request.machine.times
-    figures = f"{times.network * 1e6:g} us a sum and {times.network_per_s / 1e9:g} GB/s"
-    yield f"between nodes: {figures} (cluster.between_us, cluster.between_gb_s; calibrate measures them)"
+    figures = f"{times.network * 1e6:g} us more for each all-reduce, {times.network_per_s / 1e9:g} GB/s"
+    known = "cluster.between_us, cluster.between_gb_s: assumed by kind of network, measured by calibrate"
+    yield f"between nodes: {figures} ({known})"
     yield from said_of_placement(request, chosen)
+    if chosen.nodes > 1 and chosen.runs:
+        taken = network_ms(request, chosen)
+        yield f"the network takes {taken:.2f} of {chosen.ms_per_token:.2f} ms/token"
 
     if chosen.nodes == 1:
         if several is not None and several.ms_per_token < chosen.ms_per_token:
@@ -85,10 +90,14 @@ def said_of_nodes(
             yield f"more than one node gains {gain:.0%}, within the error: {_timed(several)}"
         elif several is not None:
             yield f"more than one node is slower: {_timed(several)} at best"
-        yield f"one node is enough: {ANOTHER_GROUP} (docs/cluster.md)"
+        yield f"one node is enough, and nothing crosses the network; {ANOTHER_GROUP} (docs/cluster.md)"
     elif one is None and narrower is not None:
         words, planned = narrower
-        yield f"nothing fits one node as it is asked for, but {words} does: {_timed(planned)}"
+        faster = ""
+        if chosen.runs and chosen.ms_per_token >= planned.ms_per_token * (1 + NOTABLE):
+            times_as_fast = chosen.ms_per_token / planned.ms_per_token
+            faster = f", {times_as_fast:.1f} times as fast as this (the texts are those of narrower models)"
+        yield f"nothing fits one node as it is asked for, but {words} does{faster}: {_timed(planned)}"
     elif one is None:
         yield "nothing fits one node, in narrower formats either"
     else:
@@ -106,6 +115,13 @@ def said_of_placement(request: PlanRequest, planned: Option) -> Iterator[str]:
     if request.draft is not None and is_draft_far(request, planned.placement) and planned.k:
         size = planned.k * sent_bytes(request, request.draft.model.vocab)
         yield f"the draft is on another node: a round trip and {in_bytes(size)} of probabilities a round"
+
+
+def network_ms(request: PlanRequest, planned: Option) -> float:
+    """Returns how many of a token's milliseconds a network that cost nothing would save."""
+    times = replace(request.machine.times, network=0.0, network_per_s=math.inf)
+    free = replace(request, machine=replace(request.machine, times=times))
+    return planned.ms_per_token - option(free, planned.placement, planned.k).ms_per_token
 
 
 def _timed(planned: Option) -> str:

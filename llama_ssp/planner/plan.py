@@ -241,8 +241,14 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
     points: list[dict[str, float]] = []
     pays_from = None
     if len(chosen.times.verify) > 1:
-        # At another acceptance another placement may be the fastest.
-        every = [planned.times for planned in options if planned.runs and planned.nodes <= chosen.nodes]
+        # At another acceptance another placement may be the fastest, of those that fit as surely.
+        every = [
+            planned.times
+            for planned in options
+            if planned.runs
+            and planned.verdict.rank <= chosen.verdict.rank
+            and planned.nodes <= chosen.nodes
+        ]
         every = every or [chosen.times]
         points = [at_acceptance(every, acceptance, regular.ms_per_token) for acceptance in ACCEPTANCES]
         pays_from = break_even(every, regular.ms_per_token)
