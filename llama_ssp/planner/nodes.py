@@ -11,7 +11,9 @@ from llama_ssp.planner.search import NOTABLE, Option, PlanRequest, cost_of, opti
 from llama_ssp.planner.workload import DRAFT, TARGET, Role
 
 IN_WORDS = {TARGET: "target", DRAFT: "draft"}
-ANOTHER_GROUP = "a further node adds as many tokens to a batch job, by a second group with copies of both models"
+ANOTHER_GROUP = (
+    "a further node adds as many tokens to a batch job, by a second group with copies of both models"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

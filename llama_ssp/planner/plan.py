@@ -245,9 +245,7 @@ def make_plan(request: PlanRequest, fixed: Placement | None = None) -> Plan:
         every = [
             planned.times
             for planned in options
-            if planned.runs
-            and planned.verdict.rank <= chosen.verdict.rank
-            and planned.nodes <= chosen.nodes
+            if planned.runs and planned.verdict.rank <= chosen.verdict.rank and planned.nodes <= chosen.nodes
         ]
         every = every or [chosen.times]
         points = [at_acceptance(every, acceptance, regular.ms_per_token) for acceptance in ACCEPTANCES]
