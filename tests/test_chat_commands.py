@@ -81,6 +81,7 @@ def test_commands_through_a_pipe(command: Command, caplog: pytest.LogCaptureFixt
     for line in (
         "There is nothing to take back", "Taken back, with its reply: again", "2 messages are in kept.json",
         "begins anew", "goes on after 2 messages", "system message is set", "no command /what", "/undo  ",
+        ", at most ",
         "temperature 0, K =", "enable_thinking False", "system message: be short", "message is removed",
     ):  # fmt: skip
         assert line in answer.out, line
@@ -142,7 +143,7 @@ def test_what_can_be_set(run: RunConf) -> None:
             with_setting(run, wrong, run)
     with pytest.raises(UsageError, match=r"allowed \[0, 0\]"):
         with_setting(without, "k 1", without)
-    assert "K = 3" in in_words(run)
+    assert "K = 3" in in_words(run) and "K = " not in in_words(without)
 
 
 def test_a_full_conversation_goes_on(command: Command, caplog: pytest.LogCaptureFixture) -> None:

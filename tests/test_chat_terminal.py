@@ -132,6 +132,12 @@ def test_what_is_pasted_is_one_message(open_terminal: Any, tmp_path: Path) -> No
         terminal.type(text)
         terminal.until("context ")
     terminal.until("> ")
+    terminal.type('"""\nas in ollama"""\n')
+    terminal.until("ends with a line that is")
+    terminal.type('"""\n')
+    typed.append(("", 'as in ollama"""'))
+    terminal.until("context ")
+    terminal.until("> ")
     terminal.type(END)
     assert terminal.leave() == 0
     (file,) = (tmp_path / "outputs").rglob(FILE)

@@ -44,14 +44,14 @@ HELP = f"""/undo            take back the last message and its reply
 /reset, /clear   forget what was said
 /system TEXT     set the system message; without TEXT, remove it
 /set KEY VALUE   change temperature, top_p, k, max_new_tokens, enable_thinking ...
-/show            the settings and the system message
+/show            the models, the settings and the system message
 /save FILE       write the conversation to a file
-/load FILE       go on from a file, or from the folder of an earlier chat
+/load FILE       go on from a file, or from the folder of an earlier chat; settings stay as they are
 /stats           tokens, speed and acceptance so far
 /help, /?        this list
 /exit, /bye      end; so does Ctrl-D
 What is pasted is one message. To type one of several lines, begin it and end it with {FENCE}.
-Ctrl-C stops a reply, or drops the line; on an empty line, twice, it ends the program."""
+Ctrl-C stops a reply, or drops the line; a second one, with nothing typed since, ends the program."""
 OTHER_NAMES = {"/clear": "/reset", "/bye": "/exit", "/quit": "/exit", "/?": "/help", "/regen": "/retry"}
 COMMANDS = (
     "/undo",
@@ -217,7 +217,10 @@ class ChatTask(Task[ChatConf]):
                 case "/set":
                     self._print([self._set(talk, rest)])
                 case "/show":
-                    self._print([in_words(talk.run), f"system message: {talk.system or 'none'}"])
+                    drafter = f" with {talk.run.drafter_name}" if talk.run.most_drafts else ""
+                    models = f"{talk.run.model.name}{drafter}, at most {talk.limit} tokens"
+                    system = f"system message: {talk.system or 'none'}"
+                    self._print([models, in_words(talk.run), system])
                 case "/stats":
                     self._print([f"replies: {len(talk.replies)}; {pace_in_words(talk.figures())}"])
                 case "/help":

@@ -74,6 +74,9 @@ def _with_k(value: Any, begun: RunConf) -> SpeculationConfig:
 def in_words(run: RunConf) -> str:
     """Returns the settings as they are now, for people; those without a value are left out."""
     named = [f"{key} {value}" for key, value in run.sampling.named.items()]
+    drafts = [run.speculation.k_in_words] if run.most_drafts else []
     of_task = {key: getattr(run.task, key) for key in OF_TASK}
+    if run.task.max_new_tokens == 0:
+        of_task["max_new_tokens"] = "0 (the room that is left)"
     task = [f"{key} {value}" for key, value in of_task.items() if value is not None]
-    return ", ".join([*(named or ["no sampling control"]), run.speculation.k_in_words, *task])
+    return ", ".join([*(named or ["no sampling control"]), *drafts, *task])

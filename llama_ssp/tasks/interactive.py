@@ -25,6 +25,7 @@ from llama_ssp.report.console import waiting
 ASK = "prompt> "
 MORE = "... "
 FENCE = '"""'  # around a text of several lines
+FENCE_ALONE = f"(This text began with {FENCE} alone, so it ends with a line that is {FENCE} alone.)"
 # What the leader's messages begin with, while it works and once it has done so.
 STILL_BUSY = 0
 DONE = 1
@@ -231,8 +232,11 @@ class Terminal:
             except EOFError:  # what was written is a message, too
                 self._lines.append(FENCE)
             text = "\n".join(self._lines)
-            if self._lines[-1].strip() == FENCE if is_bare else block_of(text) is not None:
+            last = self._lines[-1].strip()
+            if last == FENCE if is_bare else block_of(text) is not None:
                 return text
+            if is_bare and last.endswith(FENCE) and last.count(FENCE) == 1:
+                self._say(FENCE_ALONE)
 
     def _line(self, ask: str) -> str:
         """Returns the next line, or several that were pasted at once. Raises EOFError."""
