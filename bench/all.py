@@ -62,6 +62,7 @@ FIGURES = [
     Figure("linear", 1, "bench/linear.py", of_bf16=True),
     Figure("attention", 2, "bench/attention.py"),
     Figure("without", 4, "bench/without.py"),
+    Figure("parts", 4, "bench/parts.py"),
     Figure("ngram", 1.5, "bench/ngram.py"),
     Figure("ranks", 2, "bench/ranks.py turns=3 repeats=3"),
     Figure("plan_speed", 25, "bench/plan_speed.py"),
