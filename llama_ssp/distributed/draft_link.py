@@ -31,6 +31,7 @@ from llama_ssp.errors import DistributedError, LostPeer
 
 SIZE = struct.Struct("<Q")  # comes before each frame: how many bytes it has
 MOST = 1024  # bytes of the first frame, from an end that may be anybody
+CLOSED = "the other rank has closed the connection"
 PROBES = 3  # of keepalive, without an answer, until a connection is lost
 
 
@@ -66,7 +67,7 @@ class Link:
         try:
             return self._read(most, pinned) if self._connection.poll(seconds) else None
         except EOFError as error:
-            raise LostPeer("the other rank has closed the connection") from error
+            raise LostPeer(CLOSED) from error
         except OSError as error:
             raise LostPeer(_reason(error)) from error
 
@@ -196,8 +197,12 @@ def _probe(connection: socket.socket, patience_s: float) -> None:
 
 
 def _reason(error: Exception) -> str:
-    late = isinstance(error, TimeoutError | BlockingIOError)
-    return "it does not answer" if late else str(error) or type(error).__name__
+    """Returns why a connection failed. One whose process ended with messages unread is reset."""
+    if isinstance(error, TimeoutError | BlockingIOError):
+        return "it does not answer"
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return CLOSED
+    return str(error) or type(error).__name__
 
 
 def _unreachable(host: str, error: Exception) -> DistributedError:

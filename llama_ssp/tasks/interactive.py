@@ -33,6 +33,11 @@ WAKE_S = 0.1
 EVERY_S = 10.0  # at most, and well below the time that ranks wait for a message
 
 
+def between_signs_s(ranks: Ranks) -> float:
+    """Returns how often the leader says that it still works, at most so seldom that the others wait for it."""
+    return min(EVERY_S, ranks.patience_s / 3) if ranks.patience_s else EVERY_S
+
+
 def while_others_wait(ranks: Ranks, work: Callable[[], Any]) -> Any:
     """Returns on every rank what `work` returns on the leader, elsewhere through JSON. It may take any time.
 
@@ -45,7 +50,7 @@ def while_others_wait(ranks: Ranks, work: Callable[[], Any]) -> Any:
             pass
         return json.loads(bytes(message[1:]))
 
-    every_s = min(EVERY_S, ranks.patience_s / 3) if ranks.patience_s else EVERY_S
+    every_s = between_signs_s(ranks)
     done = threading.Event()
     lost = list[RunError]()
 
