@@ -34,7 +34,7 @@ EVERY_S = 10.0  # at most, and well below the time that ranks wait for a message
 
 
 def between_signs_s(ranks: Ranks) -> float:
-    """Returns how often the leader says that it still works, at most so seldom that the others wait for it."""
+    """Returns how many seconds the leader works without a sign: well below what the others wait for one."""
     return min(EVERY_S, ranks.patience_s / 3) if ranks.patience_s else EVERY_S
 
 
