@@ -112,15 +112,20 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     less_of_everything(put=monkeypatch.setattr)
 
 
-@pytest.mark.long
-def test_two_ranks_measure_what_they_say_to_each_other(tmp_path):
+def written_by_two(folder: Path, begun: Callable[..., None]) -> dict:
+    """Returns the cluster that two ranks have written, each of which calls `begun` first."""
     started = Started(
-        tmp_path / "run", 2, "task=calibrate", "task.repeats=1", "model=tiny", "draft=tiny_draft", "out=null",
-        f"task.folder={tmp_path}", fault=less_of_everything,
+        folder / "run", 2, "task=calibrate", "task.repeats=1", "model=tiny", "draft=tiny_draft", "out=null",
+        f"task.folder={folder}", fault=begun,
     )  # fmt: skip
     answers = started.finish()
     assert [answer.code for answer in answers] == [0, 0], answers[0].err
-    written = yaml.safe_load((tmp_path / "cluster" / "calibrated.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load((folder / "cluster" / "calibrated.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.long
+def test_two_ranks_measure_what_they_say_to_each_other(tmp_path):
+    written = written_by_two(tmp_path, less_of_everything)
     assert written["gpus"] == 2
     assert written["times"]["all_reduce_us"][2] > 0 and written["times"]["message_us"] > 0
 
@@ -134,13 +139,7 @@ def on_two_nodes(rank: int) -> None:
 @pytest.mark.long
 def test_two_nodes_measure_the_network_between_them(tmp_path):
     """They are written as two nodes, and no sum over them as one of a node."""
-    started = Started(
-        tmp_path / "run", 2, "task=calibrate", "task.repeats=1", "model=tiny", "draft=tiny_draft", "out=null",
-        f"task.folder={tmp_path}", fault=on_two_nodes,
-    )  # fmt: skip
-    answers = started.finish()
-    assert [answer.code for answer in answers] == [0, 0], answers[0].err
-    written = yaml.safe_load((tmp_path / "cluster" / "calibrated.yaml").read_text(encoding="utf-8"))
+    written = written_by_two(tmp_path, on_two_nodes)
     assert (written["nodes"], written["gpus"]) == (2, 1)
     assert written["between_us"] > 0 and written["between_gb_s"] > 0
     assert "all_reduce_us" not in written["times"] and written["times"]["message_us"] > 0

@@ -32,7 +32,7 @@ from llama_ssp.distributed.board import (
 )
 from llama_ssp.distributed.comm import Place
 from llama_ssp.distributed.identity import Identity, own_identity
-from llama_ssp.distributed.nodes import choose_interface, is_first_here, spans_nodes
+from llama_ssp.distributed.nodes import choose_interface, is_first_here
 from llama_ssp.distributed.placement import LEADER
 from llama_ssp.distributed.signals import GUARD, leave_within
 from llama_ssp.errors import (
@@ -71,7 +71,7 @@ def meet(patience_s: float, appear_s: float = APPEAR_S, loading_s: float = LOADI
     """Waits until every rank has come, `appear_s` at most; returns the board and the watch, which runs."""
     here = rank_environment()
     has_loopback = LOOPBACK in {name for _, name in socket.if_nameindex()}
-    if spans_nodes():
+    if here.nodes > 1:
         choose_interface()
     elif os.environ.get("LOCAL_WORLD_SIZE") == str(here.world) and has_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)

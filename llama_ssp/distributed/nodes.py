@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from llama_ssp.config.environment import MAX_WORLD, number_of, rank_environment
+from llama_ssp.config.environment import rank_environment
 from llama_ssp.distributed.board import LOOK_S, MAX_WORD, Board, BoardLost
 from llama_ssp.distributed.identity import own_identity
 from llama_ssp.distributed.interfaces import (
@@ -48,12 +48,6 @@ class Address:
     machine: str
     address: str
     port: int
-
-
-def spans_nodes() -> bool:
-    """Returns whether ranks of this run are on other nodes, as torchrun counts them."""
-    world = rank_environment().world
-    return number_of("LOCAL_WORLD_SIZE", 1, MAX_WORLD, default=world) < world
 
 
 def is_first_here() -> bool:
@@ -102,7 +96,7 @@ def reachable(board: Board, rank: int, world: int, patience_s: float) -> Iterato
 
     All ranks enter it. Raises DistributedError, with the names of both nodes, where a connection fails.
     """
-    if not spans_nodes():
+    if rank_environment().nodes == 1:
         yield
         return
     if not is_first_here():

@@ -38,12 +38,11 @@ if TYPE_CHECKING:
     from llama_ssp.models.kv_cache import KVCache
 
 
-class SamplesFromHead(Drafter):
-    """Samples from a head's distribution, under the same controls as the target."""
+class RunsHead(Drafter):
+    """Runs a head, or this rank's part of one, and counts its passes."""
 
-    def __init__(self, head: HeadModel, sampler: Sampler) -> None:
+    def __init__(self, head: HeadModel) -> None:
         self._of = head
-        self._sampler = sampler
         self._passes = 0
 
     @property
@@ -57,6 +56,14 @@ class SamplesFromHead(Drafter):
     @property
     def name(self) -> str:
         return f"the draft {self._of.name}"
+
+
+class SamplesFromHead(RunsHead):
+    """Samples from a head's distribution, under the same controls as the target."""
+
+    def __init__(self, head: HeadModel, sampler: Sampler) -> None:
+        super().__init__(head)
+        self._sampler = sampler
 
     def _pass(self, fed: Iterable[RowSpan]) -> Pass:
         return Pass(spans=tuple(fed), device=self._of.device)
@@ -315,7 +322,7 @@ class AssistantDrafter(SamplesFromHead):
         return proposal_of(drawn, count)
 
 
-class AssistantShard(Drafter):
+class AssistantShard(RunsHead):
     """Computes its share of a split assistant's passes, in step with the rank that draws.
 
     It needs neither tokens nor states: sums over ranks bring here what the blocks are given.
@@ -323,21 +330,9 @@ class AssistantShard(Drafter):
 
     def __init__(self, head: AssistantModel, target: ModelRunner) -> None:
         """`target` is the runner of this rank's part of the target, whose cache the head reads."""
+        super().__init__(head)
         self._head = head
         self._target = target
-        self._passes = 0
-
-    @property
-    def forwards(self) -> int:
-        return self._passes
-
-    @property
-    def device(self) -> torch.device:
-        return self._head.device
-
-    @property
-    def name(self) -> str:
-        return f"the draft {self._head.name}"
 
     def limit(self, length: int) -> int:
         return reach(self._head.context, length) if length > 1 else 0
