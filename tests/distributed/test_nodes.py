@@ -75,9 +75,18 @@ def silent() -> Iterator[StoreBoard]:
         board = StoreBoard(store, 0.5)
         board.write("rank/0", "here")
         keeper.send_signal(signal.SIGSTOP)
+        wait_for(partial(_is_stopped, keeper.pid))  # a signal is sent, not yet obeyed, when `kill` returns
         yield board
         keeper.kill()
     none_is_left()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Returns whether each thread of a process has stopped: the store answers in a thread of its own."""
+    states = [
+        stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
+    return bool(states) and all(state == "T" for state in states)
 
 
 def none_is_left() -> None:
