@@ -54,14 +54,16 @@ from llama_ssp.speculative.replay import (  # noqa: E402
 from llama_ssp.speculative.state import Prompt  # noqa: E402
 from llama_ssp.text.prompts import SENTENCES, SHORT  # noqa: E402
 
-USUAL = ("placement=cpu", "engine=eager", "model.dtype=fp32", "out=null")
+USUAL = ("placement=cpu", "engine=eager", "out=null")
 PAIRS = {
-    "shipped": ("model=demo", "draft=demo_draft", "draft.dtype=fp32"),
-    "head": ("model=demo", "draft=demo_head", "draft.dtype=fp32"),
+    "shipped": ("model=demo", "draft=demo_draft"),
+    "head": ("model=demo", "draft=demo_head"),
     "ngram": (f"model={REAL}", "draft=none", "speculation=ngram"),
     "int4": (f"model={REAL}", "draft=int4"),
-    "gemma": (f"model={REAL}", f"draft={REAL}", "draft.dtype=fp32"),  # the target is replaced by Gemma
+    "gemma": (f"model={REAL}", f"draft={REAL}"),  # the target is replaced by Gemma
 }
+OWN_DTYPE = "ngram", "int4"  # pairs whose draft, if any, has the target's weights: its format is its own
+SHIPPED = "shipped", "head"
 SETTINGS = {
     "plain": ("sampling=plain",),
     "filtered": ("sampling=plain", "sampling.temperature=0.7", "sampling.top_p=0.9"),
@@ -122,8 +124,16 @@ class Kept:
         part.replace(self._place)
 
 
-def run_of(pair: str, asked: Asked, *words: str) -> RunConf:
-    run = composed([*USUAL, *PAIRS[pair], *words, f"task.max_new_tokens={asked.new}"])
+def run_of(pair: str, setting: str, asked: Asked, *words: str) -> RunConf:
+    """Returns the pair's run, in fp32; published models sample in bf16, as people run them.
+
+    Greedy texts need fp32: one pass over a text and steps of a few tokens differ by roundings, which decide
+    between two likeliest tokens where they are as likely.
+    """
+    dtype = "fp32" if pair in SHIPPED or setting == "greedy" else "bf16"
+    formats = [f"model.dtype={dtype}", *([] if pair in OWN_DTYPE else [f"draft.dtype={dtype}"])]
+    own = [*USUAL, *PAIRS[pair], *formats, *SETTINGS[setting]]
+    run = composed([*own, *words, f"task.max_new_tokens={asked.new}"])
     return replace(run, model=replace(GEMMA, dtype=run.model.dtype)) if pair == "gemma" else run
 
 
@@ -136,7 +146,7 @@ def prompts_of(pair: str, asked: Asked, kept: Kept) -> list[Prompt]:
     target = GEMMA.name if pair == "gemma" else PAIRS[pair][0]
     made = kept.prompts.setdefault(target, [])
     if len(made) < asked.most:
-        run = run_of(pair, replace(asked, new=SHORTEST + VARIED), *SETTINGS["plain"], "speculation=none")
+        run = run_of(pair, "plain", replace(asked, new=SHORTEST + VARIED), "speculation=none")
         session = opened(replace(run, draft=None), asked.rows, 128)
         beginnings = [session.tokens.encode(text) for text in (*SENTENCES, *SHORT)]
         while len(made) < asked.most:
@@ -184,7 +194,7 @@ def replay(pair: str, setting: str, asked: Asked, kept: Kept, until: float) -> b
     names = replay_cells(pair, setting, ks)
     prompts = prompts_of(pair, asked, kept)
     longest = max(len(prompt.token_ids) for prompt in prompts) + asked.new
-    run = run_of(pair, asked, *SETTINGS[setting])
+    run = run_of(pair, setting, asked)
     alone = replace(run, draft=None, speculation=replace(run.speculation, k=0, adaptive=False))
     session: PairSession | None = None
     spec = pair_specs(run, [], 1)[0]
@@ -233,7 +243,7 @@ def speculate(pair: str, setting: str, asked: Asked, kept: Kept, until: float) -
                     return False
                 if session is None:
                     words = (f"speculation.k={k}", f"speculation.verification={rule.value}")
-                    run = run_of(pair, asked, *SETTINGS[setting], *words)
+                    run = run_of(pair, setting, asked, *words)
                     session = opened(run, asked.rows, longest)
                 done = len(kept.cell(name))
                 batch = prompts[done : done + asked.rows]
@@ -300,7 +310,7 @@ def main() -> None:
     state = "" if is_whole else "; the others, or further texts of these, are still to be run"
     report(
         asked.write, "Acceptance by replay, against speculative runs",
-        {"all": f"cpu, {asked.threads} threads, fp32"},
+        {"all": f"cpu, {asked.threads} threads, fp32; sampled texts of published models bf16"},
         f"Texts of up to {asked.new} tokens, {asked.rows} at a time. Tokens a round; `error` is the standard",
         "error over texts, `apart` the difference in standard errors of both.", "",
         f"{len(known)} of {len(apart)} cells have been run{state}.",
