@@ -65,7 +65,8 @@ FIGURES = [
     Figure("parts", 4, "bench/parts.py"),
     Figure("ngram", 1.5, "bench/ngram.py"),
     Figure("ranks", 2, "bench/ranks.py turns=3 repeats=3"),
-    Figure("plan_speed", 25, "bench/plan_speed.py"),
+    Figure("plan_speed", 25, "bench/plan_speed.py groups=synthetic"),
+    Figure("plan_speed_real", 55, "bench/plan_speed.py groups=real minutes=90"),
     Figure(
         "measure", 2, f"{RUN} measure seed=1 max_new_tokens=24 plot=docs/measure.svg",
         "Where the time of the pair that ships goes",

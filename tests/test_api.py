@@ -658,7 +658,7 @@ def test_overrides_may_be_a_mapping() -> None:
     assert found.document() == same.document() != plan("7B", cluster="p4d").document()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hundred_pairs_leave_nothing() -> None:
     """Each is closed; what a process holds stays what it was after the first ten."""
 

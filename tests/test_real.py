@@ -170,6 +170,7 @@ def test_a_batch_that_is_killed_twice_is_whole(tmp_path: Path) -> None:
     assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
+@pytest.mark.long
 def test_a_loaded_model_with_ngrams(tmp_path: Path) -> None:
     """The script of docs/own.md, on the published model as transformers reads and saves it."""
     file = file_of("smollm2")

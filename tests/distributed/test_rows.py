@@ -52,7 +52,7 @@ def test_texts_are_those_of_transformers(name: str, world: int, tmp_path: Path) 
     compare(name, world, tmp_path, "engine=eager")
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.compiler
 @pytest.mark.parametrize(("name", "world"), [(name, 1 + number % 3) for number, name in enumerate(ROWS)])
 def test_compiled_texts_are_those_of_transformers(name: str, world: int, tmp_path: Path) -> None:
