@@ -12,6 +12,7 @@ these three are less than a hundredth. What a rank makes of logits is in memory.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 from llama_ssp.config import OWN_CODES, Dtype
 from llama_ssp.models.graph_sizes import ring_of
@@ -67,7 +68,6 @@ def pass_bytes(
     """Bounds the bytes of one forward pass. A pass of a `graph` reads codes by kernels alone."""
     part = role.part
     tokens = rows * columns
-    widest = max(_norm(role), _attention(role), _feed_forward(role), _delta(role))
     scratch = MIB + KERNEL_SCRATCH * kernels.threads + _attended_sums(role, kernels, tokens)
     scratch += _states_at_once(role, rows, columns)
     products = code_bytes(role, kernels, tokens)
@@ -89,9 +89,15 @@ def pass_bytes(
 
     return {
         MASKS: columns * (span + MASK_ALIGNMENT) * cell + positions,
-        HIDDEN: tokens * (_states(role) + widest) + scratch,
+        HIDDEN: tokens * _of_a_token(role) + scratch,
         LOGITS: _logits(role, kernels, logits),
     }
+
+
+@cache
+def _of_a_token(role: RolePart) -> int:
+    """Returns the bytes of a token's states and of the widest of norm, attention and feed-forward."""
+    return _states(role) + max(_norm(role), _attention(role), _feed_forward(role), _delta(role))
 
 
 def _states(role: RolePart) -> int:
