@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from llama_ssp.models.layout import DeltaSizes, Sizes, Split, TensorRow
+from llama_ssp.models.layout import Split, TensorRow
+from llama_ssp.models.layout_sizes import DeltaSizes, Sizes
 from llama_ssp.models.sharding import (
     COLUMNS,
     ROWS,

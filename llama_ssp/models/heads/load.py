@@ -30,7 +30,8 @@ from llama_ssp.models.heads.settings import (
     HeadSettings,
     head_settings,
 )
-from llama_ssp.models.layout import HeadSizes, Part, rows_of, tensors_on_disk
+from llama_ssp.models.layout import Part, rows_of, tensors_on_disk
+from llama_ssp.models.layout_sizes import HeadSizes
 from llama_ssp.models.linear import Embedding, Kernels, LayerFormat
 from llama_ssp.models.loader import differences, opened, require_complete
 from llama_ssp.models.model_config import require_supported
