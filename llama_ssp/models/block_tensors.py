@@ -1,4 +1,4 @@
-"""The tensors of a decoder block: rows of attention, linear attention, MLP, experts and norms. No torch.
+"""The tensors of a decoder block: attention, linear attention, MLP, experts, norms. No torch.
 
 The shapes of the matrices, and what ranks divide:
 
@@ -21,13 +21,16 @@ from llama_ssp.models.tensor_row import BUFFERS, EXPERTS, LAYERS, NORMS, Part, S
 
 
 def attention_rows(sizes: Sizes, inputs: int | None = None) -> Iterator[TensorRow]:
-    """`inputs`: of queries, keys and values, where these are not the model's width."""
+    """Yields the rows of attention, for each kind of heads.
+
+    `inputs` is the width of what queries, keys and values are made of, by default the model's.
+    """
     for heads in sizes.heads:
         yield from _attention_of(sizes, heads, inputs or sizes.dim)
 
 
 def _attention_of(sizes: Sizes, heads: BlockHeads, inputs: int) -> Iterator[TensorRow]:
-    """Yields the rows of blocks with these heads."""
+    """Yields the rows of attention in the blocks with these heads."""
     family = sizes.family
     names = family.names
     is_full = heads is sizes.full
@@ -41,10 +44,12 @@ def _attention_of(sizes: Sizes, heads: BlockHeads, inputs: int) -> Iterator[Tens
     if family.gated_attention:
         splits[0] = (2 * queries, Split.gated_queries)
     if len(names.qkv) == 1:
-        splits = [(queries + 2 * keys, Split.qkv_by_group if family.qkv_by_group else Split.qkv)]
+        split = Split.qkv_by_group if family.qkv_by_group else Split.qkv
+        splits = [(queries + 2 * keys, split)]
     named = list(zip(names.qkv, splits, strict=True))
     if not heads.has_values:
-        named.pop()
+        named.pop()  # the keys are the values: there is no matrix of values
+
     for name, (outputs, split) in named:
         yield TensorRow(
             part=Part.qkv,
@@ -58,6 +63,7 @@ def _attention_of(sizes: Sizes, heads: BlockHeads, inputs: int) -> Iterator[Tens
             full=is_full,
             in_gguf=in_gguf[name],
         )
+
     if sizes.qk_norm:
         query_name, key_name = names.qk_norm
         query = norm_row(sizes, Part.query_norm, query_name, size=heads.head_dim, blocks=heads.blocks)
@@ -70,6 +76,7 @@ def _attention_of(sizes: Sizes, heads: BlockHeads, inputs: int) -> Iterator[Tens
             key = replace(key, outputs=heads.n_kv, inputs=heads.head_dim, split=Split.kv_heads)
         yield replace(query, full=is_full)
         yield replace(key, full=is_full)
+
     if names.sinks:
         yield TensorRow(
             part=Part.sinks,
@@ -80,6 +87,7 @@ def _attention_of(sizes: Sizes, heads: BlockHeads, inputs: int) -> Iterator[Tens
             blocks=heads.blocks,
             full=is_full,
         )
+
     said = False if family.unbiased_output else sizes.attention_bias
     yield TensorRow(
         part=Part.output,
@@ -96,24 +104,26 @@ def _attention_of(sizes: Sizes, heads: BlockHeads, inputs: int) -> Iterator[Tens
 
 
 def delta_rows(sizes: Sizes) -> Iterator[TensorRow]:
-    """Linear attention: one product of a layer's input, a short convolution, decays, a norm, the output."""
+    """Yields the rows of linear attention: products of the input, convolution, decays, norm, output."""
     delta = sizes.delta
     names = sizes.family.names.delta
     if delta is None or names is None:
         return
+
     in_gguf = names_of(sizes.family.names)
     heads = delta.value_heads
     splits = [
-        (2 * delta.keys + delta.values, Split.delta_channels),
-        (delta.values, Split.delta_values),
-        (heads, Split.delta_heads),
-        (heads, Split.delta_heads),
+        (2 * delta.keys + delta.values, Split.delta_channels),  # queries, keys and values
+        (delta.values, Split.delta_values),  # gates of the output
+        (heads, Split.delta_heads),  # beta
+        (heads, Split.delta_heads),  # decays
     ]
     if len(names.inputs) == 2:
         splits = [
             (2 * (delta.keys + delta.values), Split.delta_by_group),
             (2 * heads, Split.delta_pairs),
         ]
+
     for name, (outputs, split) in zip(names.inputs, splits, strict=True):
         yield TensorRow(
             part=Part.delta_in,
@@ -125,6 +135,7 @@ def delta_rows(sizes: Sizes) -> Iterator[TensorRow]:
             blocks=sizes.linear,
             in_gguf=in_gguf[name],
         )
+
     yield TensorRow(
         part=Part.delta_conv,
         group=LAYERS,
@@ -135,6 +146,7 @@ def delta_rows(sizes: Sizes) -> Iterator[TensorRow]:
         blocks=sizes.linear,
         by_channel=True,
     )
+
     for part, name in ((Part.delta_decay, names.decay), (Part.delta_step, names.step)):
         yield TensorRow(
             part=part,
@@ -145,7 +157,9 @@ def delta_rows(sizes: Sizes) -> Iterator[TensorRow]:
             blocks=sizes.linear,
             wide=True,
         )
+
     yield norm_row(sizes, Part.delta_norm, names.norm, size=delta.value_dim, blocks=sizes.linear)
+
     yield TensorRow(
         part=Part.delta_out,
         group=LAYERS,
@@ -159,11 +173,13 @@ def delta_rows(sizes: Sizes) -> Iterator[TensorRow]:
 
 
 def mlp_rows(sizes: Sizes) -> Iterator[TensorRow]:
+    """Yields the rows of the blocks' dense MLPs, with the parameters of their activation."""
     names = sizes.family.names
     every = range(sizes.n_layers)
     dense = tuple(block for block in every if sizes.family.dense_too or block not in sizes.sparse)
     is_fused = sizes.family.fused_mlp  # gate and up are one matrix on disk
     in_gguf = names_of(names)
+
     for name in names.up:
         yield TensorRow(
             part=Part.up,
@@ -176,6 +192,7 @@ def mlp_rows(sizes: Sizes) -> Iterator[TensorRow]:
             blocks=dense,
             in_gguf=in_gguf[name],
         )
+
     yield TensorRow(
         part=Part.down,
         group=LAYERS,
@@ -187,15 +204,27 @@ def mlp_rows(sizes: Sizes) -> Iterator[TensorRow]:
         blocks=dense,
         in_gguf=in_gguf[names.down],
     )
+
     if names.activation:
         yield from _xielu(names.activation, dense)
 
 
 def _xielu(name: str, blocks: tuple[int, ...]) -> Iterator[TensorRow]:
-    """The parameters and constants of one activation a block."""
-    above = TensorRow(part=Part.alpha_above, group=LAYERS, weight=f"{name}.alpha_p", outputs=1, blocks=blocks)
+    """Yields the two parameters and two constants of each block's xIELU, an activation."""
+    above = TensorRow(
+        part=Part.alpha_above,
+        group=LAYERS,
+        weight=f"{name}.alpha_p",
+        outputs=1,
+        blocks=blocks,
+    )
     beta = TensorRow(
-        part=Part.beta, group=BUFFERS, weight=f"{name}.beta", outputs=1, blocks=blocks, scalar=True
+        part=Part.beta,
+        group=BUFFERS,
+        weight=f"{name}.beta",
+        outputs=1,
+        blocks=blocks,
+        scalar=True,
     )
     yield above
     yield replace(above, part=Part.alpha_below, weight=f"{name}.alpha_n")
@@ -204,11 +233,15 @@ def _xielu(name: str, blocks: tuple[int, ...]) -> Iterator[TensorRow]:
 
 
 def expert_rows(sizes: Sizes) -> Iterator[TensorRow]:
-    """The router, which every rank has, and experts with tensors of their own, or with one for all."""
+    """Yields the rows of the router, of experts, and of what comes with them.
+
+    Every rank has the whole router. On disk experts have tensors of their own, or all have one.
+    """
     if not sizes.sparse:
         return
+
     names = sizes.family.names
-    is_stacked = sizes.family.clamped
+    is_stacked = sizes.family.clamped  # all experts of a block are in one tensor
     yield TensorRow(
         part=Part.router,
         group=LAYERS,
@@ -218,6 +251,7 @@ def expert_rows(sizes: Sizes) -> Iterator[TensorRow]:
         inputs=sizes.dim,
         blocks=sizes.sparse,
     )
+
     if names.expert_scale:
         yield TensorRow(
             part=Part.expert_scale,
@@ -226,6 +260,7 @@ def expert_rows(sizes: Sizes) -> Iterator[TensorRow]:
             outputs=sizes.experts,
             blocks=sizes.sparse,
         )
+
     if names.correction:
         yield TensorRow(
             part=Part.correction,
@@ -234,6 +269,7 @@ def expert_rows(sizes: Sizes) -> Iterator[TensorRow]:
             outputs=sizes.experts,
             blocks=sizes.sparse,
         )
+
     in_gguf = ["expert_up"] if is_stacked else ["expert_gate", "expert_up"]
     for name, place in zip(names.expert_up, in_gguf, strict=True):
         yield TensorRow(
@@ -262,6 +298,7 @@ def expert_rows(sizes: Sizes) -> Iterator[TensorRow]:
         stacked=is_stacked,
         in_gguf="expert_down",
     )
+
     if sizes.shared_ffn:
         yield from _shared_experts(sizes)
     if sizes.family.dense_too:
@@ -269,7 +306,7 @@ def expert_rows(sizes: Sizes) -> Iterator[TensorRow]:
 
 
 def _norms_of_experts(sizes: Sizes) -> Iterator[TensorRow]:
-    """The norms of blocks with experts and a dense MLP, apart from those that every block has."""
+    """Yields the norms that only blocks with both experts and a dense MLP have."""
     names = sizes.family.names
     yield TensorRow(
         part=Part.router_norm,
@@ -278,14 +315,16 @@ def _norms_of_experts(sizes: Sizes) -> Iterator[TensorRow]:
         outputs=sizes.dim,
         blocks=sizes.sparse,
     )
+
     for part in (Part.before_experts, Part.after_experts, Part.after_dense):
         yield norm_row(sizes, part, getattr(names, part), blocks=sizes.sparse)
 
 
 def _shared_experts(sizes: Sizes) -> Iterator[TensorRow]:
-    """The experts that all tokens go through: one MLP in each block that has experts."""
+    """Yields the rows of experts that all tokens go through: one MLP in a block with experts."""
     names = sizes.family.names
     in_gguf = names_of(names)
+
     for name in names.shared_up:
         yield TensorRow(
             part=Part.shared_up,
@@ -297,6 +336,7 @@ def _shared_experts(sizes: Sizes) -> Iterator[TensorRow]:
             blocks=sizes.sparse,
             in_gguf=in_gguf[name],
         )
+
     yield TensorRow(
         part=Part.shared_down,
         group=LAYERS,
@@ -307,6 +347,7 @@ def _shared_experts(sizes: Sizes) -> Iterator[TensorRow]:
         blocks=sizes.sparse,
         in_gguf=in_gguf[names.shared_down],
     )
+
     if names.shared_gate:
         yield TensorRow(
             part=Part.shared_gate,
@@ -319,10 +360,12 @@ def _shared_experts(sizes: Sizes) -> Iterator[TensorRow]:
 
 
 def block_norm_rows(sizes: Sizes) -> Iterator[TensorRow]:
+    """Yields the norms of BLOCK_NORMS that the model has, and the factor of a block's result."""
     every = tuple(range(sizes.n_layers))
     for place, name in zip(BLOCK_NORMS, sizes.norms, strict=True):
         if name:
             yield norm_row(sizes, Part(place), name, blocks=every)
+
     if sizes.family.names.block_scale:
         yield TensorRow(
             part=Part.block_scale,
@@ -336,11 +379,13 @@ def block_norm_rows(sizes: Sizes) -> Iterator[TensorRow]:
 def norm_row(
     sizes: Sizes, part: Part, name: str, size: int = 0, blocks: tuple[int, ...] | None = None
 ) -> TensorRow:
+    """Returns the row of a norm with `size` numbers, by default the model's width."""
+    is_biased = sizes.family.layer_norm and not sizes.family.unbiased_norms
     return TensorRow(
         part=part,
         group=NORMS,
         weight=f"{name}.weight",
-        bias=f"{name}.bias" if sizes.family.layer_norm and not sizes.family.unbiased_norms else "",
+        bias=f"{name}.bias" if is_biased else "",
         outputs=size or sizes.dim,
         blocks=blocks,
     )

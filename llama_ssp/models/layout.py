@@ -1,6 +1,6 @@
-"""Every tensor of a model, a row each: its name on disk, its sizes, and how ranks share it. No torch.
+"""The tensors of a model, a row each: name on disk, sizes, and what ranks divide. No torch.
 
-The loader reads its rank's share of the rows (shares.py), and the planner sums their bytes. The modules:
+The loader reads its rank's share of the rows (shares.py), and the planner sums their bytes. Modules:
 
     tensor_row.py             what a row says
     layout_sizes.py           the sizes of a model that its rows are made of
@@ -26,7 +26,7 @@ from llama_ssp.models.layout_sizes import Sizes
 from llama_ssp.models.tensor_row import EMBEDDING, HEAD, POSITIONS, Part, Split, TensorRow
 from llama_ssp.models.trained_head_tensors import trained_head_rows
 
-RENAMED = {"embed_out.": "lm_head."}  # a name on disk, and the model's
+RENAMED = {"embed_out.": "lm_head."}  # beginnings of names on disk, and in the model
 
 
 @lru_cache(maxsize=256)
@@ -37,12 +37,12 @@ def layout(sizes: Sizes) -> tuple[TensorRow, ...]:
 
 
 def rows_of(sizes: Sizes, part: Part, full: bool = False) -> list[TensorRow]:
-    """Returns the rows of a part; `full`: those of blocks whose heads are those of `Sizes.full`."""
+    """Returns the rows of a part; with `full` those of blocks that have the heads of `Sizes.full`."""
     return [row for row in layout(sizes) if row.part is part and row.full == full]
 
 
 def tensors_on_disk(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Returns every tensor's sizes by its name; a tied model's head, too, which may be absent."""
+    """Returns the sizes of each tensor by its name; also of a tied head, which may be absent."""
     tensors: dict[str, tuple[int, ...]] = {}
     for row in layout(sizes):
         prefixes = [""] if row.blocks is None else map(sizes.prefix, row.blocks)
@@ -56,7 +56,7 @@ def tensors_on_disk(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def model_name(key: str, known: Collection[str], prefix: str) -> str:
-    """The model's name for a tensor on disk."""
+    """Returns the model's name for a tensor on disk: with the prefix, without it, or renamed."""
     for old, new in RENAMED.items():
         if key not in known and key.startswith(old):
             key = new + key.removeprefix(old)
@@ -65,6 +65,7 @@ def model_name(key: str, known: Collection[str], prefix: str) -> str:
 
 
 def _model(sizes: Sizes) -> Iterator[TensorRow]:
+    """Yields the rows of a model that is not a trained head."""
     names = sizes.family.names
     yield TensorRow(
         part=Part.embedding,

@@ -1,6 +1,6 @@
-"""The sizes that decide which tensors a model has; `sizes_of_model` takes them from a ModelConf. No torch.
+"""The sizes that decide which tensors a model has, and how a ModelConf gives them. No torch.
 
-shape.py makes them of a config.json, with what the decoder needs in addition.
+shape.py takes them from a transformers config, and adds what the decoder needs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import cached_property
 from llama_ssp.config import ModelConf
 from llama_ssp.models.families import Family, family_of, full_layers
 
+# Where a block may have norms: fields of families.Names, and members of Part.
 BLOCK_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
@@ -18,20 +19,20 @@ BLOCK_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 class HeadSizes:
     """What a trained head has in addition to its blocks."""
 
-    inputs: int  # numbers of the target's hidden states
-    vocab: int  # tokens that it drafts
-    has_block: bool  # it drafts all in one pass (DFlash), not one after the other (EAGLE-3)
-    prefix: str = "layers.0"  # of EAGLE-3's one block
-    state_norms: tuple[tuple[str, int], ...] = ()  # EAGLE-3's norms of the states, before they are fused
+    inputs: int  # numbers of a token's hidden states that it reads
+    vocab: int  # how many tokens it can draft
+    has_block: bool  # it drafts all tokens in one pass (DFlash), not one after the other (EAGLE-3)
+    prefix: str = "layers.0"  # of the names in EAGLE-3's only block
+    state_norms: tuple[tuple[str, int], ...] = ()  # names and widths of EAGLE-3's norms before `fc`
     embeds: bool = True  # it has an embedding of its own
-    heads: bool = True  # and an output matrix
+    heads: bool = True  # it has an output matrix of its own
     shares_cache: bool = False  # it reads the target's keys and values (Gemma 4's assistants)
-    centroids: int = 0  # of groups of tokens, some of which have logits; 0: all tokens have
+    centroids: int = 0  # groups of tokens, some of which have logits; 0: all tokens have logits
 
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """The sizes of linear attention by a Gated DeltaNet. Queries have the heads and the width of keys."""
+    """The sizes of a Gated DeltaNet. Queries have the number of heads and the width of keys."""
 
     key_heads: int
     value_heads: int
@@ -51,18 +52,18 @@ class DeltaSizes:
 
     @property
     def per_key(self) -> int:
-        """Returns how many heads of values share one of keys."""
+        """Returns how many heads of values share one head of keys."""
         return self.value_heads // self.key_heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockHeads:
-    """The heads of some blocks; all blocks have as many query heads."""
+    """The KV heads of some blocks. All blocks of a model have the same number of query heads."""
 
     blocks: tuple[int, ...]
     n_kv: int
     head_dim: int
-    has_values: bool = True  # else keys, before their norm, are values
+    has_values: bool = True  # False: keys, before their norm, are the values too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +83,15 @@ class Sizes:
     shared_ffn: int  # of the experts that all tokens go through, together
     sparse: tuple[int, ...]  # the blocks with experts
     position_rows: int  # of a learned table of positions; 0: rotary
-    norms: tuple[str, ...]  # names of a block's norms, as of BLOCK_NORMS; empty where there is none
+    norms: tuple[str, ...]  # names of a block's norms, in the order of BLOCK_NORMS; empty: none
     qk_norm: bool  # queries and keys have norms
-    attention_bias: bool | None  # None: as usual in the family
+    attention_bias: bool | None  # None: the family says it (`Family.biased`)
     mlp_bias: bool | None
     tied: bool  # the head is the embedding
     trained_head: HeadSizes | None = None
     delta: DeltaSizes | None = None  # of the blocks `linear`
     linear: tuple[int, ...] = ()  # the blocks whose attention is linear, and keeps a state
-    full: BlockHeads | None = None  # of blocks that see the whole text, where their heads differ from others
+    full: BlockHeads | None = None  # of blocks that see the whole text, if their heads differ
 
     @cached_property
     def attending(self) -> tuple[int, ...]:
@@ -99,14 +100,14 @@ class Sizes:
 
     @cached_property
     def heads(self) -> tuple[BlockHeads, ...]:
-        """Returns the kinds of heads: those of most blocks, and those of `full`."""
+        """Returns the kinds of heads: those of most blocks, then `full` if there is one."""
         others = () if self.full is None else self.full.blocks
         blocks = tuple(block for block in self.attending if block not in others)
         usual = BlockHeads(blocks=blocks, n_kv=self.n_kv, head_dim=self.head_dim)
         return (usual,) if self.full is None else (usual, self.full)
 
     def heads_of(self, full: bool) -> BlockHeads:
-        """Returns the heads of most blocks, or of those of `full`."""
+        """Returns the heads of most blocks, or with `full` those of `Sizes.full`."""
         usual, *others = self.heads
         return others[0] if full else usual
 
@@ -119,18 +120,19 @@ class Sizes:
         return f"{self.trained_head.prefix}."
 
     def is_biased(self, name: str, said: bool | None) -> bool:
-        """Returns whether a layer has a bias: what the config says, or what is usual in the family."""
+        """Returns whether a layer has a bias: `said` by the config, else as the family says."""
         if said is not None:
             return said
         return name.rpartition(".")[2] in self.family.biased
 
 
 def sizes_of_model(model: ModelConf) -> Sizes:
-    """Returns the sizes of a preset, or of a folder that a plan has read the config of."""
+    """Returns the sizes of a model that a preset describes, or a config.json that a plan has read."""
     family = family_of(model.family)
     norms = tuple(getattr(family.names, place) for place in BLOCK_NORMS)
     if family.multi_query and model.n_kv_heads == 1:  # a falcon, whose attention and MLP share a norm
         norms = (norms[0], "", "", "")
+
     trained_head = None
     if model.is_head:
         trained_head = HeadSizes(
@@ -140,6 +142,7 @@ def sizes_of_model(model: ModelConf) -> Sizes:
             shares_cache=model.head_shares_cache,
             centroids=model.head_centroids,
         )
+
     sparse = range(model.dense_layers, model.n_layers) if model.experts else ()
     delta: DeltaSizes | None = None
     if model.linear_layers:
@@ -150,6 +153,7 @@ def sizes_of_model(model: ModelConf) -> Sizes:
             value_dim=model.linear_value_dim,
             kernel=model.linear_kernel,
         )
+
     full = None
     if model.full_layers:
         full = BlockHeads(
@@ -158,9 +162,11 @@ def sizes_of_model(model: ModelConf) -> Sizes:
             head_dim=model.full_head_dim,
             has_values=not model.keys_are_values,
         )
+
     position_rows = 0
     if family.position_rows is not None:
         position_rows = model.context + family.position_rows
+
     return Sizes(
         family=family,
         dim=model.dim,
@@ -179,7 +185,7 @@ def sizes_of_model(model: ModelConf) -> Sizes:
         qk_norm=family.qk_norm(model.qk_norm),
         attention_bias=model.attention_bias,
         mlp_bias=model.mlp_bias,
-        tied=model.tied and not model.is_head,  # what a head embeds is not its output's table
+        tied=model.tied and not model.is_head,  # a trained head's output matrix is not its embedding
         trained_head=trained_head,
         delta=delta,
         linear=linear_blocks(model.n_layers, model.linear_layers),
@@ -188,9 +194,9 @@ def sizes_of_model(model: ModelConf) -> Sizes:
 
 
 def linear_blocks(layers: int, linear: int) -> tuple[int, ...]:
-    """Returns which blocks have linear attention, if so many do; the others come at equal distances.
+    """Returns which blocks have linear attention: `linear` of `layers`, the others at equal distances.
 
-    Of 8 blocks of which 6 are linear: l l l a l l l a.
+    With 6 of 8: l l l a l l l a.
     """
     others = layers - linear
     return tuple(

@@ -1,6 +1,6 @@
-"""What the table of tensors says of each of them: a row, its part, its split, its group in a plan. No torch.
+"""What the table of tensors says of a tensor: its row, part, split, and group in a plan. No torch.
 
-layout.py has the rows of a model; shares.py cuts them by their splits.
+layout.py has the rows of a model; shares.py cuts each by its split.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ LAYERS = "layers"
 EXPERTS = "experts"
 NORMS = "norms"
 POSITIONS = "positions"
-BUFFERS = "buffers"  # small tensors that are kept in fp32 whatever the number format, and no parameters
+BUFFERS = "buffers"  # small tensors in fp32 whatever the number format; they are no parameters
 
 
 class Part(StrEnum):
-    """What a row is of a model. Rows of one part, in the same blocks, are one matrix in memory."""
+    """What a tensor is in the model.
+
+    Matrices of one part in the same blocks become one matrix in memory.
+    """
 
     embedding = auto()
     positions = auto()
-    states = auto()  # of a trained head: what makes its input of the target's hidden states
+    states = auto()  # of a trained head: makes its input from the target's hidden states
     state_norm = auto()
-    back = auto()  # what makes a hidden state of the target's width of a head's own
-    centroids = auto()
+    back = auto()  # of a trained head: makes a state of the target's width from its own
+    centroids = auto()  # of a trained head: one row for each group of tokens
     qkv = auto()
     query_norm = auto()
     key_norm = auto()
     sinks = auto()
     output = auto()
-    delta_in = auto()  # of linear attention: all that is made of a layer's input
+    delta_in = auto()  # of linear attention: all products of a layer's input
     delta_conv = auto()
     delta_decay = auto()
     delta_step = auto()
@@ -40,19 +43,19 @@ class Part(StrEnum):
     delta_out = auto()
     up = auto()
     down = auto()
-    alpha_above = auto()  # of xIELU, above 0 and below; then its two constants
+    alpha_above = auto()  # of xIELU: its parameters above and below 0, then its two constants
     alpha_below = auto()
     beta = auto()
     limit = auto()
     router = auto()
-    correction = auto()  # of the router's scores
+    correction = auto()  # is added to the router's scores when experts are chosen
     expert_up = auto()
     expert_down = auto()
     shared_up = auto()  # of experts that all tokens go through
     shared_down = auto()
     shared_gate = auto()
-    router_norm = auto()  # of what the router takes
-    expert_scale = auto()  # a factor of each expert's weight
+    router_norm = auto()  # of the router's input
+    expert_scale = auto()  # one factor for the weight of each expert
     before_experts = auto()
     after_experts = auto()
     after_dense = auto()  # of a dense MLP next to experts
@@ -60,40 +63,40 @@ class Part(StrEnum):
     after_attention = auto()
     before_mlp = auto()
     after_mlp = auto()
-    block_scale = auto()  # a factor of what a block gives
+    block_scale = auto()  # the factor of a block's result
     norm = auto()
     head = auto()
 
 
 class Split(Enum):
-    """What ranks divide, of a row's outputs; of INPUT_SPLITS, of its inputs."""
+    """What ranks divide of a tensor: its outputs, or its inputs if it is one of INPUT_SPLITS."""
 
     whole = auto()  # nothing
     first = auto()  # nothing: the first rank has all of it
     tokens = auto()  # rows of the vocabulary, in the embedding
     vocabulary = auto()  # rows of the vocabulary, in the head
-    heads = auto()  # one number a query head, or one row
-    kv_heads = auto()  # one row a KV head
+    heads = auto()  # one number, or one row, for each query head
+    kv_heads = auto()  # one row for each KV head
     queries = auto()  # query heads
-    gated_queries = auto()  # of each head its query, then its gate; queries come first in memory
+    gated_queries = auto()  # each head's query, then its gate; in memory all queries come first
     keys = auto()  # KV heads
-    qkv = auto()  # query heads, keys' heads and values' heads, one after the other
-    qkv_by_group = auto()  # the same, group by group of query heads
+    qkv = auto()  # all query heads, then all heads of keys, then all heads of values
+    qkv_by_group = auto()  # for each group of query heads: its queries, its keys, its values
     columns = auto()  # columns of the MLP
-    gated_columns = auto()  # columns of gates, then columns of what they multiply
-    expert_columns = auto()
-    expert_pairs = auto()  # by turns a gate, and what it multiplies
+    gated_columns = auto()  # all columns of gates, then all columns that these multiply
+    expert_columns = auto()  # columns of each expert
+    expert_pairs = auto()  # pairs of a gate's column and the column that it multiplies
     head_inputs = auto()
     column_inputs = auto()
     expert_inputs = auto()
-    shared_columns = auto()  # of experts that all tokens go through
+    shared_columns = auto()  # columns of the experts that all tokens go through
     shared_inputs = auto()
-    # Of linear attention:
-    delta_heads = auto()  # one number a head of values
+    # The splits of linear attention:
+    delta_heads = auto()  # one number for each head of values
     delta_values = auto()  # heads of values
-    delta_channels = auto()  # queries, keys and values, one after the other
-    delta_by_group = auto()  # of each head of keys its query, its key, its values, then their gates
-    delta_pairs = auto()  # of each head of keys beta of its values, then their decays
+    delta_channels = auto()  # all queries, then all keys, then all values
+    delta_by_group = auto()  # for each head of keys: its query, its key, its values, then their gates
+    delta_pairs = auto()  # for each head of keys: beta of its values, then their decays
     delta_inputs = auto()
 
 
@@ -104,7 +107,8 @@ INPUT_SPLITS = (
     Split.shared_inputs,
     Split.delta_inputs,
 )
-# Parts that are quantised: a layer's products. Experts are, where the checkpoint has them in codes.
+# The parts that are quantised: the products of a layer.
+# Experts are quantised only where the checkpoint has them in codes.
 QUANTISED = (
     Part.qkv,
     Part.output,
@@ -131,22 +135,23 @@ class TensorRow:
     outputs: int
     inputs: int = 0  # 0: a vector
     split: Split = Split.whole
-    blocks: tuple[int, ...] | None = None  # that have it; None: the model has one
-    experts: int = 0  # how many of it a block has; 0: it is no expert's
+    blocks: tuple[int, ...] | None = None  # the blocks that have it; None: it is outside the blocks
+    experts: int = 0  # how many experts of a block have it; 0: it is not an expert's
     scalar: bool = False  # a number: on disk it has no dimension
     stacked: bool = False  # all experts are in one tensor, with inputs before outputs
     by_channel: bool = False  # a convolution that sees one channel: on disk (outputs, 1, inputs)
     wide: bool = False  # in fp32 at least, whatever the number format
-    full: bool = False  # of the blocks whose heads are those of `Sizes.full`
+    full: bool = False  # its blocks have the heads of `Sizes.full`
     in_gguf: str = ""  # its name where a checkpoint's codes are listed (formats/kept.py)
 
     @property
     def times(self) -> int:
-        """How often the model has it, experts not counted."""
+        """Returns how many blocks have it, 1 if it is outside the blocks. Experts are not counted."""
         return 1 if self.blocks is None else len(self.blocks)
 
     @property
     def weight_sizes(self) -> tuple[int, ...]:
+        """Returns the sizes of the weight on disk."""
         if self.scalar:
             return ()
         if self.stacked:
@@ -157,8 +162,10 @@ class TensorRow:
 
     @property
     def bias_sizes(self) -> tuple[int, ...]:
+        """Returns the sizes of the bias on disk."""
         return (self.experts, self.outputs) if self.stacked else (self.outputs,)
 
     @property
     def splits_inputs(self) -> bool:
+        """Returns whether ranks divide its inputs, and not its outputs."""
         return self.split in INPUT_SPLITS

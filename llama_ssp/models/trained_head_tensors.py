@@ -11,12 +11,17 @@ from llama_ssp.models.tensor_row import EMBEDDING, HEAD, LAYERS, Part, Split, Te
 
 
 def trained_head_rows(sizes: Sizes) -> Iterator[TensorRow]:
-    """EAGLE-3: one block that reads a token's embedding and the states. DFlash: usual blocks."""
+    """Yields the rows of a trained head: EAGLE-3, DFlash, or an assistant of Gemma 4.
+
+    EAGLE-3 has one block, which reads a token's embedding and the target's states.
+    DFlash has usual blocks.
+    """
     head = sizes.trained_head
     assert head is not None
     if head.shares_cache:
         yield from _assistant(sizes, head)
         return
+
     if head.embeds:
         yield TensorRow(
             part=Part.embedding,
@@ -35,7 +40,14 @@ def trained_head_rows(sizes: Sizes) -> Iterator[TensorRow]:
             inputs=sizes.dim,
             split=Split.vocabulary,
         )
-    yield TensorRow(part=Part.states, group=LAYERS, weight="fc.weight", outputs=sizes.dim, inputs=head.inputs)
+    yield TensorRow(
+        part=Part.states,
+        group=LAYERS,
+        weight="fc.weight",
+        outputs=sizes.dim,
+        inputs=head.inputs,
+    )
+
     every = tuple(range(sizes.n_layers))
     if head.has_block:
         yield norm_row(sizes, Part.state_norm, "hidden_norm")
@@ -53,7 +65,10 @@ def trained_head_rows(sizes: Sizes) -> Iterator[TensorRow]:
 
 
 def _assistant(sizes: Sizes, head: HeadSizes) -> Iterator[TensorRow]:
-    """Usual blocks without keys and values, which ranks share; the first has what is around them."""
+    """Yields the rows of an assistant: usual blocks without keys and values, which ranks divide.
+
+    The first rank alone has what comes before and after the blocks.
+    """
     yield TensorRow(
         part=Part.head,
         group=HEAD,
@@ -72,7 +87,11 @@ def _assistant(sizes: Sizes, head: HeadSizes) -> Iterator[TensorRow]:
     )
     yield before
     yield replace(
-        before, part=Part.back, weight="post_projection.weight", outputs=head.inputs, inputs=sizes.dim
+        before,
+        part=Part.back,
+        weight="post_projection.weight",
+        outputs=head.inputs,
+        inputs=sizes.dim,
     )
     if head.centroids:
         yield replace(
@@ -83,7 +102,7 @@ def _assistant(sizes: Sizes, head: HeadSizes) -> Iterator[TensorRow]:
             inputs=sizes.dim,
         )
     yield from block_norm_rows(sizes)
-    for row in attention_rows(sizes):
+    for row in attention_rows(sizes):  # keys and values are the target's
         if row.part in (Part.query_norm, Part.output) or row.split is Split.queries:
             yield row
     yield from mlp_rows(sizes)
