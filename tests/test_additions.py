@@ -107,8 +107,8 @@ SCHEMA, NGRAM = "llama_ssp/config/schema.py", "llama_ssp/speculative/drafters/ng
 RULES, TASKS = "llama_ssp/speculative/verification.py", "llama_ssp/config/tasks.py"
 RUNNER = "llama_ssp/tasks/runner.py"
 IMPORT = "\nfrom llama_ssp.tasks.count import CountTask\n\nWRITING: list"
-FAMILIES, SHAPE, LAYOUT, DECODER = (
-    f"llama_ssp/models/{name}.py" for name in ("families", "shape", "layout", "decoder")
+FAMILIES, SHAPE, TENSORS, DECODER = (
+    f"llama_ssp/models/{name}.py" for name in ("families", "shape", "block_tensors", "decoder")
 )
 ROW = (
     '    "arcee": Family(bias_keys=BIASES, mlp_states=2, names=replace(LLAMA_NAMES, up=("mlp.up_proj",))),\n'
@@ -184,8 +184,8 @@ def document(checkout: Path, *words: str) -> dict[str, Any]:
     return found
 
 
-def test_a_flag_touches_shape_layout_decoder_and_a_row_at_most() -> None:
-    assert {file for file, *_ in ADDITIONS["flag"]} <= {FAMILIES, SHAPE, LAYOUT, DECODER}
+def test_a_flag_touches_shape_tensors_decoder_and_a_row_at_most() -> None:
+    assert {file for file, *_ in ADDITIONS["flag"]} <= {FAMILIES, SHAPE, TENSORS, DECODER}
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ from llama_ssp.errors import ModelError
 from llama_ssp.models.checkpoint import complete
 from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
 from llama_ssp.models.families import GGUF_FAMILIES, READ_TOGETHER_BEYOND, TESTED_FAMILIES
-from llama_ssp.models.layout import NORMS, layout
+from llama_ssp.models.layout import layout
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sharding import require_split
+from llama_ssp.models.tensor_row import NORMS
 from llama_ssp.planner.speed import pass_cost
 from llama_ssp.planner.weights import parameters
 from llama_ssp.planner.workload import Role

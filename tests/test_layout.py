@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from llama_ssp.config import ModelConf
-from llama_ssp.models.layout import Part, Split, layout, rows_of, sizes_of_model
+from llama_ssp.models.layout import layout, rows_of
+from llama_ssp.models.layout_sizes import sizes_of_model
 from llama_ssp.models.sharding import length
 from llama_ssp.models.shares import share_of
+from llama_ssp.models.tensor_row import Part, Split
 from tests.loaded_bytes import COMMITTED, built, once_each, planned, preset, presets_then
 
 

@@ -21,9 +21,9 @@ from llama_ssp.models.formats import kept
 from llama_ssp.models.formats.quantised_config import QuantisedConfig
 from llama_ssp.models.graph_sizes import BUCKET
 from llama_ssp.models.kernels.kernel_sizes import DECODED
-from llama_ssp.models.layout import EMBEDDING, HEAD, LAYERS
 from llama_ssp.models.model_config import empty
 from llama_ssp.models.sizes import LAYER
+from llama_ssp.models.tensor_row import EMBEDDING, HEAD, LAYERS
 from llama_ssp.models.wrapped import text_part
 from llama_ssp.placing.prediction import HOST_BYTES, Prediction, require_host
 from llama_ssp.planner import fit

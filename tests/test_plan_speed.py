@@ -19,7 +19,7 @@ from bench.plan_rows import (
 )
 from llama_ssp.config import Dtype, ModelConf, Overlap, Splitting, Steps, TimesConf
 from llama_ssp.models.formats.kept import PLAIN, Kept
-from llama_ssp.models.layout import LAYERS
+from llama_ssp.models.tensor_row import LAYERS
 from llama_ssp.placing.engine import FEW_TOKENS, compiled_before, why_eager
 from llama_ssp.planner import speed
 from llama_ssp.planner.engine import launching_s

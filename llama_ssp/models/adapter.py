@@ -21,7 +21,8 @@ from llama_ssp.config.presets import HUB_ID
 from llama_ssp.errors import ModelError
 from llama_ssp.models.families import TESTED, Family, family_of
 from llama_ssp.models.folder import ADAPTER, adapter_file, headers, read_json
-from llama_ssp.models.layout import model_name, sizes_of_model, tensors_on_disk
+from llama_ssp.models.layout import model_name, tensors_on_disk
+from llama_ssp.models.layout_sizes import sizes_of_model
 from llama_ssp.models.patterns import complaint, fully_matched, matched
 from llama_ssp.models.sharding import Span, is_planned
 from llama_ssp.models.sizes import HEADS, LAYER, Checkpoint

@@ -29,12 +29,14 @@ from llama_ssp.models.experts import Experts, Gate, GatedExperts, Layers, Routin
 from llama_ssp.models.formats.coded import Coded, joined, taken
 from llama_ssp.models.host_memory import return_memory
 from llama_ssp.models.kernels.expert_stacks import Stack
-from llama_ssp.models.layout import BLOCK_NORMS, Part, TensorRow, rows_of, tensors_on_disk
+from llama_ssp.models.layout import rows_of, tensors_on_disk
+from llama_ssp.models.layout_sizes import BLOCK_NORMS
 from llama_ssp.models.linear import Concatenated, Embedding, Head, LayerFormat, Summed, dense
 from llama_ssp.models.safetensors_io import Source
 from llama_ssp.models.shape import BlockShape, Shape, rotary_parameters, shape_of
 from llama_ssp.models.sharding import Cut, length, vocab_share
 from llama_ssp.models.shares import share_of
+from llama_ssp.models.tensor_row import Part, TensorRow
 
 Pair = tuple[Tensor | Coded, Tensor | Coded]  # an expert's gate and up as one matrix (2F, H); down (H, F)
 ReadExperts = Callable[[str, bool], Iterator[Pair]]

@@ -20,13 +20,14 @@ from llama_ssp.models.assemble import wanted
 from llama_ssp.models.causal_lm import attention_of, require_attention
 from llama_ssp.models.checkpoint import with_shape
 from llama_ssp.models.formats.coded import Coded, taken
-from llama_ssp.models.layout import Part, rows_of
+from llama_ssp.models.layout import rows_of
 from llama_ssp.models.model_config import ALLOWED, ANOTHER
 from llama_ssp.models.own_sampling import GGUF_KEYS
 from llama_ssp.models.safetensors_io import COMPUTED
 from llama_ssp.models.shape import Shape, reason_against, shape_of
 from llama_ssp.models.sharding import Cut
 from llama_ssp.models.sizes import HEADS, Checkpoint
+from llama_ssp.models.tensor_row import Part
 
 log = logging.getLogger(__name__)
 FORMATS = {

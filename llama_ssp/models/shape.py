@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from llama_ssp.models.families import EXPERTS, FAMILIES, SLIDING, Family, expert_layers
-from llama_ssp.models.layout import BLOCK_NORMS, BlockHeads, DeltaSizes, Sizes
+from llama_ssp.models.layout_sizes import BLOCK_NORMS, BlockHeads, DeltaSizes, Sizes
 from llama_ssp.models.sizes import GLOBAL_HEAD_DIM, LINEAR, SCALED_FROM, full_places
 
 ALL = "all"  # the kind of rotary positions where there is one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from llama_ssp.models.layout import DeltaSizes, Sizes, Split, TensorRow
+from llama_ssp.models.layout_sizes import DeltaSizes, Sizes
 from llama_ssp.models.sharding import (
     COLUMNS,
     ROWS,
@@ -19,6 +19,7 @@ from llama_ssp.models.sharding import (
     times,
     vocab_share,
 )
+from llama_ssp.models.tensor_row import Split, TensorRow
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from llama_ssp.models.assemble import wanted
 from llama_ssp.models.devices import TORCH_DTYPES
 from llama_ssp.models.families import FAMILIES, FULL, SLIDING, Family, family_of, full_layers
 from llama_ssp.models.formats.coded import taken
-from llama_ssp.models.layout import linear_blocks
+from llama_ssp.models.layout_sizes import linear_blocks
 from llama_ssp.models.quantization import QUANTISED, quantised
 from llama_ssp.models.sharding import COLUMNS, Cut, Span
 from llama_ssp.models.sizes import LINEAR, LINEAR_SIZES, full_places

@@ -24,7 +24,7 @@ from llama_ssp.models.kernels.kernel_sizes import (
     attended_parts,
     parts_of,
 )
-from llama_ssp.models.layout import EXPERTS
+from llama_ssp.models.tensor_row import EXPERTS
 from llama_ssp.planner.storage import by_bitsandbytes, width
 from llama_ssp.planner.weights import RolePart, weights
 from llama_ssp.planner.workload import MIB

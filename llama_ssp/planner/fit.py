@@ -8,7 +8,7 @@ from functools import cached_property
 from llama_ssp.config import Splitting
 from llama_ssp.distributed.placement import LEADER, Placement
 from llama_ssp.errors import MemoryFull
-from llama_ssp.models.layout import EMBEDDING, EXPERTS, HEAD, LAYERS, POSITIONS
+from llama_ssp.models.tensor_row import EMBEDDING, EXPERTS, HEAD, LAYERS, POSITIONS
 from llama_ssp.planner.hardware import Machine
 from llama_ssp.planner.memory import PROBS, Compiled, RankWork, rank_work, segments, tensor_lines
 from llama_ssp.planner.storage import IN_LAYERS, SCALES

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llama_ssp.config import Dtype, Overlap, TimesConf
-from llama_ssp.models.layout import BUFFERS, EMBEDDING, EXPERTS, POSITIONS
+from llama_ssp.models.tensor_row import BUFFERS, EMBEDDING, EXPERTS, POSITIONS
 from llama_ssp.planner.rates import PACKED_MULTIPLY, PACKED_READ, Rate, plain_rate, rate_of
 from llama_ssp.planner.storage import AS_THEY_ARE, Storage, bytes_of, width
 from llama_ssp.planner.weights import ModelPart, held, weights

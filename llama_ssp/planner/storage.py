@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from llama_ssp.config import Dtype
 from llama_ssp.models.formats.kept import PLAIN, Kept
 from llama_ssp.models.kernels.kernel_sizes import BLOCK
-from llama_ssp.models.layout import BUFFERS, EMBEDDING, EXPERTS, HEAD, LAYERS, NORMS, POSITIONS
 from llama_ssp.models.sharding import NF4_BLOCK
+from llama_ssp.models.tensor_row import BUFFERS, EMBEDDING, EXPERTS, HEAD, LAYERS, NORMS, POSITIONS
 
 # Codes that are made while loading.
 MADE = {

@@ -15,19 +15,11 @@ from llama_ssp.models.families import Family
 from llama_ssp.models.formats.kept import EXPERT, Kept, products_of_mix
 from llama_ssp.models.graph_sizes import ring_of
 from llama_ssp.models.kernels.kernel_sizes import TORCH_HEAD
-from llama_ssp.models.layout import (
-    BUFFERS,
-    EXPERTS,
-    QUANTISED,
-    BlockHeads,
-    Part,
-    Sizes,
-    TensorRow,
-    layout,
-    sizes_of_model,
-)
+from llama_ssp.models.layout import layout
+from llama_ssp.models.layout_sizes import BlockHeads, Sizes, sizes_of_model
 from llama_ssp.models.sharding import Heads, length, vocab_share
 from llama_ssp.models.shares import Share, share_of
+from llama_ssp.models.tensor_row import BUFFERS, EXPERTS, QUANTISED, Part, TensorRow
 from llama_ssp.planner.storage import (
     AS_THEY_ARE,
     CPU,

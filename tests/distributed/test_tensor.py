@@ -18,12 +18,12 @@ from llama_ssp.models.delta import DeltaNet
 from llama_ssp.models.families import FAMILIES as FAMILY_ROWS
 from llama_ssp.models.families import TESTED_FAMILIES
 from llama_ssp.models.formats.coded import taken
-from llama_ssp.models.layout import BUFFERS
 from llama_ssp.models.loader import DRAFT, load
 from llama_ssp.models.model_config import empty
 from llama_ssp.models.passes import Pass, all_rows
 from llama_ssp.models.sharding import Cut
 from llama_ssp.models.synthetic import SyntheticSource, config_for
+from llama_ssp.models.tensor_row import BUFFERS
 from llama_ssp.planner.weights import ModelPart, held, parameters
 from tests.distributed.processes import on_ranks
 from tests.distributed.threads import ThreadRank, ranks_of, together

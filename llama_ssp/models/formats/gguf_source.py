@@ -22,7 +22,7 @@ from llama_ssp.models.formats.coded import Coded, Codes, packed, taken
 from llama_ssp.models.formats.gguf_header import Header
 from llama_ssp.models.formats.kept import GGUF
 from llama_ssp.models.formats.layouts import Matrix
-from llama_ssp.models.layout import DeltaSizes
+from llama_ssp.models.layout_sizes import DeltaSizes
 from llama_ssp.models.shape import shape_of
 from llama_ssp.models.sharding import COLUMNS, ROWS, Cut, Span, shifted
 

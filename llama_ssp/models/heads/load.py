@@ -30,13 +30,15 @@ from llama_ssp.models.heads.settings import (
     HeadSettings,
     head_settings,
 )
-from llama_ssp.models.layout import HeadSizes, Part, rows_of, tensors_on_disk
+from llama_ssp.models.layout import rows_of, tensors_on_disk
+from llama_ssp.models.layout_sizes import HeadSizes
 from llama_ssp.models.linear import Embedding, Kernels, LayerFormat
 from llama_ssp.models.loader import differences, opened, require_complete
 from llama_ssp.models.model_config import require_supported
 from llama_ssp.models.safetensors_io import FileSource, Source
 from llama_ssp.models.shape import BlockShape, Shape, reason_against, shape_of
 from llama_ssp.models.steps import has_kernels
+from llama_ssp.models.tensor_row import Part
 
 # The target's embedding, or with True its output matrix, and whether that is the target's own memory.
 Tables = Callable[[bool], tuple[Tensor, bool]]
