@@ -196,7 +196,7 @@ def test_the_context_is_what_fits(command: Command, monkeypatch: pytest.MonkeyPa
         load_pair("tiny", None, max_tokens=limit * 2, overrides=list(words[2:]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_day(command: Command) -> None:
     """300 turns with every command: the file has the conversation, memory stays where it was, and a turn
     reads only what is new.

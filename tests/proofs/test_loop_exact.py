@@ -35,6 +35,16 @@ BY_TOKEN = (
 AT_ONCE = ("overlapping", "greedy", "the draft's context ends")  # of those with two vocabularies
 
 
+MINUTE = ("draft equals target", "block")  # has most branches
+
+
+def marks_of(name: str, rule: str) -> list[pytest.MarkDecorator]:
+    """Returns how long a case takes, as markers."""
+    if (name, rule) == MINUTE:
+        return [pytest.mark.long]
+    return [pytest.mark.slow] if is_slow(name, rule) else []
+
+
 def is_slow(name: str, rule: str) -> bool:
     if name in TOPS:
         return name.endswith(("Intersection", "head", "assistant")) or rule == "token"
@@ -45,7 +55,7 @@ def is_slow(name: str, rule: str) -> bool:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        pytest.param(name, rule, marks=[pytest.mark.slow] * is_slow(name, rule))
+        pytest.param(name, rule, marks=marks_of(name, rule))
         for rule, names in {"block": SCENARIOS, "token": BY_TOKEN}.items()
         for name in names
     ],
