@@ -8,10 +8,9 @@ published file. The kinds of requests are choices of one token (three of a conte
 (three of a context), rolling scores of whole texts, and greedy answers; the last also with n-grams and with
 a draft in 4 bits. Texts are paragraphs of docs/.
 
-In a turn each class answers each kind once. Which class begins alternates from turn to turn, so each order
-has half of the turns; seconds are the medians over each half. The first answers to a few requests, which
-load libraries, are not counted. Answers of both classes are compared: scores, whether a continuation is the
-greedy one, and greedy texts.
+In a turn each class answers each kind once. The class that begins alternates; seconds are medians over the
+turns of each order. The first answers to a few requests, which load libraries, are not counted. Answers of
+both classes are compared: scores, whether a continuation is the greedy one, and greedy texts.
 """
 
 from __future__ import annotations

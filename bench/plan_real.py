@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/plan_real.py dtype=bf16 threads=1 ranks=2
 
-Every pair of these rows is loaded first. Then the machine is calibrated, with the same greedy text by each
-pair in turn: a machine whose speed drifts is as slow for the constants as for the rows. Of each constant's
-work and of each row the least of the repeats counts. A round has at most K drafts. The plan is of the
-drafts and the acceptance that were measured.
+Every pair of these rows is loaded first. Then the machine is calibrated; in turn with that, each pair writes
+a greedy text, the same one each time. So a machine whose speed drifts is as slow for the constants as for the
+rows. Of each constant's work and of each row the least of the repeats counts. A round has at most K drafts.
+The plan is of the drafts and the acceptance that were measured.
 
 The leader prints a line of JSON: what was planned and measured, by the names of the rows.
 """
@@ -21,6 +21,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from llama_ssp.models.host_cores import shorten_spins  # noqa: E402
+
+shorten_spins()  # before torch is imported, as the command does
+
+# isort: split
+import torch  # noqa: E402
 
 from bench.plan_rows import INT4, NGRAMS, RealRow, real_rows  # noqa: E402
 from bench.real_model import GEMMA, REAL  # noqa: E402
@@ -65,6 +72,8 @@ class Writer:
         self._prompt = self._session.prompt(TextPrompt(id="text", text=TEXT, where=""))
         new = self._session.run.task.max_new_tokens or 0
         self._session.load(rows=1, max_tokens=len(self._prompt.token_ids) + new)
+        if set(self._session.engines.values()) != {run.engine.value}:
+            sys.exit(f"engine={run.engine.value}, but steps run {self._session.engines}")
         self._figures: dict[str, Any] = {}
 
     def ms_per_token(self) -> float:
@@ -91,7 +100,6 @@ class Writer:
             "measured": ms,
             "k": way["k"],
             "acceptance": way["acceptance"],
-            "steps": self._session.engines,
         }
 
 
@@ -123,7 +131,10 @@ def main() -> None:
     ]
     if asked.small:
         rows = rows[:3]
+    torch.set_num_threads(asked.threads)
     ranks = ranks_of(run_of(rows[0], asked))
+    if ranks.world != asked.ranks:
+        sys.exit(f"ranks={asked.ranks}, but {ranks.world} were started")
     writers = {row.name: Writer(run_of(row, asked), ranks) for row in rows}
 
     run = composed(["model=tiny", "draft=tiny_draft"])

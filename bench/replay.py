@@ -8,7 +8,8 @@ Of each pair and setting the target regularly writes texts, which are replayed: 
 for a head and n-grams a pass for each start. Then the pair itself writes texts after the same prompts, a cell
 for each K and rule. Texts are added, `rows` at a time, until there are `least` and the standard error of
 tokens a round, over texts, is at most `error` per cent, or until there are `most`. Prompts are beginnings
-that the target samples after the program's own sentences.
+that the target samples after the program's own sentences. Sampled texts of published models are in bf16, all
+others in fp32.
 
 The state file keeps the numbers of every text. The command stops after `minutes`, and goes on where it
 stopped; it writes the results that are there.
@@ -127,8 +128,8 @@ class Kept:
 def run_of(pair: str, setting: str, asked: Asked, *words: str) -> RunConf:
     """Returns the pair's run, in fp32; published models sample in bf16, as people run them.
 
-    Greedy texts need fp32: one pass over a text and steps of a few tokens differ by roundings, which decide
-    between two likeliest tokens where they are as likely.
+    Greedy texts need fp32: a pass over a whole text and steps of a few tokens round differently, which in
+    bf16 can change which of two nearly equal tokens is the likeliest.
     """
     dtype = "fp32" if pair in SHIPPED or setting == "greedy" else "bf16"
     formats = [f"model.dtype={dtype}", *([] if pair in OWN_DTYPE else [f"draft.dtype={dtype}"])]

@@ -143,7 +143,7 @@ def test_a_step_in_bf16(monkeypatch):
     assert (result - rounded).abs().max() > 0  # else nothing was compiled
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_a_step_with_states(monkeypatch):
     """Texts and refills are those of eager steps; rings of states and of tails are written in place."""

@@ -120,7 +120,7 @@ CASES = [("model", name) for name in CONTROLS] + [(name, "plain") for name in (*
 CASES += [("head", "likeliest"), (OVERLAPPING, "likeliest")]
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(11)
 @pytest.mark.parametrize(("drafter", "controls"), CASES)
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_rounds_of_sampled_texts_are_those_of_every_branch(rule: str, drafter: str, controls: str) -> None:

@@ -133,7 +133,7 @@ def test_a_tensor_that_is_of_neither_part_is_refused(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(16)
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_a_quantised_text_part_is_planned_and_read_as_without_the_whole(name: str, tmp_path: Path) -> None:
     plain = quantised(name, tmp_path / "plain")

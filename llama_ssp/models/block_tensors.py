@@ -235,7 +235,8 @@ def _xielu(name: str, blocks: tuple[int, ...]) -> Iterator[TensorRow]:
 def expert_rows(sizes: Sizes) -> Iterator[TensorRow]:
     """Yields the rows of the router, of experts, and of what comes with them.
 
-    Every rank has the whole router. On disk experts have tensors of their own, or all have one.
+    Every rank has the whole router. On disk each expert has its own tensors, or one tensor has all
+    experts.
     """
     if not sizes.sparse:
         return

@@ -1,4 +1,7 @@
-"""What one rank has of each tensor of a model: spans of its outputs or inputs (layout.py). No torch."""
+"""What one rank has of each tensor of a model: spans of its outputs or inputs. No torch.
+
+The rows of tensors are those of layout.py, their splits those of tensor_row.py.
+"""
 
 from __future__ import annotations
 

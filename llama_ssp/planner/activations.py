@@ -3,7 +3,7 @@
 A pass feeds T = rows x columns tokens, which attend to `span` slots of a cache, and gives logits of some of
 them. With w bytes of an activation and f = max(w, 4), as sums and norms are in fp32, it needs at most
 
-    T (states + the widest of norm, attention and feed-forward) + scratch      "activations"
+    T (states + the widest of norm, attention, MLP ...) + scratch              "activations"
     columns x span (masks of all rows, and the scores or the mask of one)      "masks"
     logits x vocabulary x f, two or three times                                "logits"
 
@@ -12,7 +12,7 @@ these three are less than a hundredth. What a rank makes of logits is in memory.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from llama_ssp.config import OWN_CODES, Dtype
 from llama_ssp.models.graph_sizes import ring_of
@@ -89,14 +89,14 @@ def pass_bytes(
 
     return {
         MASKS: columns * (span + MASK_ALIGNMENT) * cell + positions,
-        HIDDEN: tokens * _of_a_token(role) + scratch,
+        HIDDEN: tokens * _token_bytes(role) + scratch,
         LOGITS: _logits(role, kernels, logits),
     }
 
 
-@cache
-def _of_a_token(role: RolePart) -> int:
-    """Returns the bytes of a token's states and of the widest of norm, attention and feed-forward."""
+@lru_cache(maxsize=4096)
+def _token_bytes(role: RolePart) -> int:
+    """Returns a token's states and the widest of norm, attention, linear attention and feed-forward."""
     return _states(role) + max(_norm(role), _attention(role), _feed_forward(role), _delta(role))
 
 

@@ -42,7 +42,7 @@ MANY_RANKS = 256  # over more of them a draft is split over powers of two only
 PROB_BYTES = 4
 ID_BYTES = 4
 # Of what an eager step takes on a CPU, besides reading weights and arithmetic, a compiled one takes this
-# share (bench/plan_speed.py engine=compiled).
+# share (bench/results/plan_speed_compiled_epyc-2-cores_202611.md).
 COMPILED_SHARE = 0.25
 IN_A_STEP = "layer", "step", "round", "check", "probs", "accept"
 NOTABLE = 0.05  # by how much a step must be slower to be named

@@ -79,7 +79,7 @@ def test_texts_are_those_of_the_sums(command: Command, folders: Folders) -> None
     assert texts(without) == texts(expected) and passes(without) != passes(expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("placement", ["sharded", "leader"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_on_ranks_the_texts_are_the_same(

@@ -75,7 +75,7 @@ def silent() -> Iterator[StoreBoard]:
         board = StoreBoard(store, 0.5)
         board.write("rank/0", "here")
         keeper.send_signal(signal.SIGSTOP)
-        wait_for(partial(_is_stopped, keeper.pid))  # a signal is sent, not yet obeyed, when `kill` returns
+        wait_for(partial(_is_stopped, keeper.pid))  # `kill` returns before the process has stopped
         yield board
         keeper.kill()
     none_is_left()

@@ -35,7 +35,7 @@ BY_TOKEN = (
 AT_ONCE = ("overlapping", "greedy", "the draft's context ends")  # of those with two vocabularies
 
 
-MINUTE = ("draft equals target", "block")  # has most branches
+MINUTE = ("draft equals target", "block")  # has most branches: it takes a minute
 
 
 def marks_of(name: str, rule: str) -> list[pytest.MarkDecorator]:
@@ -51,7 +51,7 @@ def is_slow(name: str, rule: str) -> bool:
     return (name in BRIDGED and not name.endswith(AT_ONCE)) or (name in HEADS | ASSISTED and rule == "token")
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(11)
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
