@@ -190,6 +190,8 @@ def difference(kind: str, of_hf: Sequence[Any], ours: Sequence[Any]) -> str:
 
 def main() -> None:
     asked = Asked.of(sys.argv[1:])
+    if asked.turns < 2:
+        sys.exit(f"turns={asked.turns}: each order needs a turn, so at least 2")
     torch.set_num_threads(asked.threads)
     times = [["batch", "kind", "requests", "class", "hf first", "hf last", "/ hf", "/ hf"]]
     differences = [["batch", "kind", "class", "against hf"]]

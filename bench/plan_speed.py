@@ -8,7 +8,7 @@ The rows are those of plan_rows.py, of which every second one is held out. Rows 
 in parts, and each result is kept in `state`: the same command goes on where an earlier one stopped, which is
 after about `minutes`.
 
-* real: published models, each with regular sampling, a draft in 4 bits and n-grams (bench/plan_real.py).
+* real: published models, by regular sampling, with a draft in 4 bits or with n-grams (bench/plan_real.py).
 * synthetic: pairs of several shapes. The least of the repeats counts, each the median of its rounds. None of
   the shapes takes part in the calibration.
 * h200, a100: what committed results files and the README of gpt-fast have.
